@@ -19,6 +19,7 @@ import numpy as np
 from failfast_jax import load_model
 from failfast_jax.decoding import (
     Plan,
+    Prompts,
     StopRule,
     generate,
     greedy_sampling,
@@ -51,17 +52,8 @@ class Surprise(StopRule):
 def answer(target, drafter, tokens, lengths, limits, eos, *, plan: Plan):
     """Answers a batch: ids `[B, T]`, lengths `[B]`, and the mean length of a draft `[B]`."""
     batch, width = tokens.shape
-    state = init_state(
-        target,
-        drafter,
-        tokens=tokens,
-        prompt_length=lengths,
-        max_new_tokens=limits,
-        eos=eos,
-        sampling=greedy_sampling(batch),
-        capacity=CAPACITY,
-        plan=plan,
-    )
+    prompts = Prompts(tokens, lengths, eos, greedy_sampling(batch))
+    state = init_state(target, drafter, prompts, limits, capacity=CAPACITY, plan=plan)
     state = prefill(target, drafter, state, prompt_tokens=width, plan=plan)
     state = generate(target, drafter, state, plan=plan)
     drafted = jnp.sum(state.log.draft_length, axis=1)

@@ -56,6 +56,8 @@ class RowLog:
     rounds: list[Round]
     drafter_passes: int
     target_passes: int
+    widths: list[int] | None = None
+    """Rows that each round verified, if its drafter chose them by costs."""
 
     def timed(self, took: Sequence[float]) -> RowLog:
         """Returns a copy with the seconds of the batch's rounds; a row runs from the first of them on."""

@@ -218,9 +218,9 @@ def fond_eagle(target: Decoder, token: int, *, seed: int = 0, **changes: Any) ->
 def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, limits, **options) -> DecodeState:
     """A state behind its prompts, greedy and without stop tokens unless `options` of `init_state` say otherwise."""
     batch, width = tokens.shape
-    free = {"eos": decoding.stop_tokens((), batch), "sampling": decoding.greedy_sampling(batch)}
-    options = free | {"prompt_length": lengths, "max_new_tokens": limits} | options
-    state = decoding.init_state(target, drafter, tokens=tokens, plan=plan, **options)
+    eos, sampling = options.pop("eos", decoding.stop_tokens((), batch)), options.pop("sampling", None)
+    prompts = decoding.Prompts(tokens, lengths, eos, sampling or decoding.greedy_sampling(batch))
+    state = decoding.init_state(target, drafter, prompts, limits, plan=plan, **options)
     return decoding.prefill(target, drafter, state, prompt_tokens=width, plan=plan)
 
 

@@ -171,13 +171,13 @@ def prompts(batch: int) -> dict:
 
     from failfast_jax import decoding
 
-    return {
-        "tokens": jnp.zeros((batch, 512), jnp.int32),
-        "prompt_length": jnp.ones(batch, jnp.int32),
-        "eos": jnp.asarray(decoding.stop_tokens((5,), batch)),
-        "sampling": decoding.greedy_sampling(batch),
-        "capacity": 512,
-    }
+    prompts = decoding.Prompts(
+        tokens=jnp.zeros((batch, 512), jnp.int32),
+        length=jnp.ones(batch, jnp.int32),
+        eos=jnp.asarray(decoding.stop_tokens((5,), batch)),
+        sampling=decoding.greedy_sampling(batch),
+    )
+    return {"prompts": prompts, "capacity": 512}
 
 
 def diffusion_loop(platform: str, method: str, batch: int):
@@ -203,7 +203,8 @@ def diffusion_loop(platform: str, method: str, batch: int):
 
     def generate(model, state, threshold, graph, most):
         step = diffusion_decoding.step if graph is None else functools.partial(draft_states.step, graph=graph)
-        return diffusion_decoding.generate(model, state, threshold, most, step=step, **static)
+        schedule = diffusion_decoding.BlockSchedule(**static)
+        return diffusion_decoding.generate(model, state, threshold, most, schedule=schedule, step=step)
 
     return generate, (model, jax.eval_shape(init, model), np.float32(1), graph, np.int32(0))
 

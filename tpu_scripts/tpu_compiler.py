@@ -128,17 +128,14 @@ class Compiler:
         sharding.check_batch(case.batch, self.mesh)
 
         def init(target, drafter):
-            return decoding.init_state(
-                target,
-                drafter,
+            ones = jnp.ones(case.batch, jnp.int32)
+            prompts = decoding.Prompts(
                 tokens=jnp.zeros((case.batch, case.capacity), jnp.int32),
-                prompt_length=jnp.ones(case.batch, jnp.int32),
-                max_new_tokens=jnp.ones(case.batch, jnp.int32),
+                length=ones,
                 eos=jnp.asarray(decoding.stop_tokens((0,), case.batch)),
                 sampling=decoding.greedy_sampling(case.batch),
-                capacity=case.capacity,
-                plan=plan,
             )
+            return decoding.init_state(target, drafter, prompts, ones, capacity=case.capacity, plan=plan)
 
         def rounds(target, drafter, state, most):
             return keep(decoding.generate(target, drafter, state, most, plan=plan))

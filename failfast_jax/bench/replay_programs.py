@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from failfast_jax.decoding import decode_round
-from failfast_jax.decoding.decode_state import RUNNING, DecodeState, Draft, RoundLog, Sampling, Verified
+from failfast_jax.decoding.decode_state import RUNNING, DecodeState, Draft, Prompts, RoundLog, Sampling, Verified
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.placement import StatePlacement
@@ -122,11 +122,8 @@ def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capac
     state = decode_round.init_state(
         target,
         drafter,
-        tokens=start.tokens,
-        prompt_length=length,
-        max_new_tokens=jnp.full_like(length, capacity),
-        eos=start.eos,
-        sampling=start.sampling,
+        Prompts(start.tokens, length, start.eos, start.sampling),
+        jnp.full_like(length, capacity),
         capacity=capacity,
         plan=plan,
     )

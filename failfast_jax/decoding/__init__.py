@@ -1,22 +1,20 @@
-"""The compiled loop: state, draft, verify, commit. Pure functions over pytrees; nothing here knows about text.
+"""The compiled loop: state, draft, verify, commit. Pure functions over pytrees that know no text.
 
 All of it may be called inside the caller's own `jit`. Models and drafters are pytrees too (NNX modules and
-`flax.struct` dataclasses), so they are passed in as they are:
+`flax.struct` dataclasses), so they are arguments like any other:
 
     plan = make_plan(drafter, platform=jax.default_backend())
-    state = init_state(
-        target, drafter, tokens=prompts, prompt_length=lengths, max_new_tokens=limits,
-        eos=stop_tokens(target.config.eos_token_ids, batch=len(prompts)), sampling=greedy_sampling(len(prompts)),
-        capacity=256, plan=plan,
-    )
-    state = prefill(target, drafter, state, prompt_tokens=prompts.shape[1], plan=plan)
+    stops = stop_tokens(target.config.eos_token_ids, batch=len(tokens))
+    prompts = Prompts(tokens, lengths, stops, greedy_sampling(len(tokens)))
+    state = init_state(target, drafter, prompts, max_new_tokens, capacity=256, plan=plan)
+    state = prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
     state = jax.jit(generate, static_argnames="plan", donate_argnames="state")(target, drafter, state, plan=plan)
 
-Where to find what:
+Modules:
 
-expansion.py          Algorithm 1 of the paper         stopping.py       when a draft stops growing
+expansion.py          Algorithm 1 of the paper         stopping.py       stopping rules of drafts
 decode_round.py       a round: draft, verify, commit   verification.py   chains and trees of tokens
-drafter.py            what a drafter must offer        decode_state.py   what the loop carries
+drafter.py            the interface of drafters        decode_state.py   the loop's state
 width_plan.py         static widths                    exact_widths.py   widths whose rows are bit-identical
 picking.py            the target's picks               diffusion_decoding.py   block diffusion without a target
 """
@@ -33,6 +31,7 @@ from failfast_jax.decoding.decode_round import (
     stop_tokens,
     verify,
 )
+from failfast_jax.decoding.decode_state import Prompts
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import (
     AtLength,
@@ -52,6 +51,7 @@ __all__ = [
     "Drafter",
     "Never",
     "Plan",
+    "Prompts",
     "StopRule",
     "buffer_length",
     "commit",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +21,7 @@ from failfast_jax.decoding.decode_state import (
     Draft,
     Logprobs,
     Outcome,
+    Prompts,
     RoundLog,
     Sampling,
     Verified,
@@ -29,65 +33,62 @@ from failfast_jax.decoding.width_plan import Plan, buffer_length, prefill_schedu
 from failfast_jax.decoding.windows import gather_window, place, write_rows
 from failfast_jax.models.transformer import Decoder
 
+State = TypeVar("State")
+"""A state with `running` and `steps`: `DecodeState`, or `diffusion_decoding.DiffusionState`."""
+
 
 def init_state(
     target: Decoder,
     drafter: Drafter,
-    *,
-    tokens: Int[ArrayLike, "B P"],
-    prompt_length: Int[ArrayLike, " B"],
+    prompts: Prompts,
     max_new_tokens: Int[ArrayLike, " B"],
-    eos: Int[ArrayLike, "B Z"],
-    sampling: Sampling,
+    *,
     capacity: int,
     plan: Plan,
     logprobs: int | None = None,
 ) -> DecodeState:
-    """A state with the prompts committed and empty caches; call `prefill` next.
+    """Returns a state with the prompts committed and empty caches; call `prefill` next.
 
     Args:
-      target: the model whose text it is; its cache is made here.
-      drafter: what will draft; its state is made here.
-      tokens: ids of B prompts, padded on the right with anything to P tokens.
-      prompt_length: tokens of each prompt, at least 1, at most `capacity`.
-      max_new_tokens: most tokens to emit, of each sequence.
-      eos: each sequence's stop token ids, padded with -1: see `stop_tokens`.
-      sampling: how the target picks, by sequence: see `greedy_sampling`.
-      capacity: most tokens a sequence may hold, prompt and output; static.
-      plan: of `make_plan`; static, and the same in every later call.
-      logprobs: static: keep the log-probability of each emitted token and of so many most probable ones; None: of none.
+      target: the model that writes; its cache is allocated here.
+      drafter: the drafter; its state is allocated here.
+      prompts: at most `capacity` tokens each.
+      max_new_tokens: most tokens to emit, per sequence.
+      capacity: most tokens of a sequence, prompt and output; static.
+      plan: result of `make_plan`; static, and the same in every later call.
+      logprobs: static: keep the log-probability of each emitted token and of this many most probable ones; None: none.
 
     Returns:
-      A state of its own memory, which may be donated; a sequence whose prompt leaves no room is finished.
+      A state that owns its memory and may be donated; a sequence whose prompt leaves no room is finished.
 
     Raises:
-      ValueError: P exceeds `capacity`.
+      ValueError: the prompts' buffer exceeds `capacity`.
     """
-    batch, width = tokens.shape
+    batch, width = prompts.tokens.shape
     if width > capacity:
         raise ValueError(f"prompt buffer of {width} tokens exceeds the capacity of {capacity}")
     length, shape = buffer_length(capacity, drafter, plan), drafter.shape
-    max_length = jnp.minimum(prompt_length + max_new_tokens, capacity)
+    max_length = jnp.minimum(prompts.length + max_new_tokens, capacity)
     # Outside a jit the caller's arrays are copied: a state must be fit for donation.
-    eos, sampling = jax.tree.map(jnp.array, (eos, sampling))
+    eos, sampling = jax.tree.map(jnp.array, (prompts.eos, prompts.sampling))
     return DecodeState(
-        tokens=jnp.zeros((batch, length), jnp.int32).at[:, :width].set(tokens),
-        length=jnp.array(prompt_length),
-        prompt_length=jnp.array(prompt_length),
+        tokens=jnp.zeros((batch, length), jnp.int32).at[:, :width].set(prompts.tokens),
+        length=jnp.array(prompts.length),
+        prompt_length=jnp.array(prompts.length),
         max_length=max_length,
-        finish=jnp.where(prompt_length >= max_length, FINISHED_LENGTH, RUNNING),
+        finish=jnp.where(prompts.length >= max_length, FINISHED_LENGTH, RUNNING),
         eos=eos,
         sampling=sampling,
         target=target.init_cache(batch, length),
         drafter=drafter.init(batch, length),
-        log=RoundLog.zeros(batch, capacity, shape.longest, trees=shape.tree, weighed=shape.uses_costs),
+        log=RoundLog.zeros(batch, capacity, shape.longest, trees=shape.tree, forecasts=shape.uses_costs),
         capacity=capacity,
         logprobs=None if logprobs is None else Logprobs.zeros(batch, length, logprobs),
     )
 
 
 def greedy_sampling(batch: int) -> Sampling:
-    """Settings for plain greedy decoding of `batch` sequences: temperature 0, no filters. Every leaf is `[B]`."""
+    """Returns the settings of plain greedy decoding: temperature 0, no filters. Every leaf is `[B]`."""
     return Sampling(
         temperature=jnp.zeros((batch,), jnp.float32),
         top_k=jnp.zeros((batch,), jnp.int32),
@@ -98,7 +99,7 @@ def greedy_sampling(batch: int) -> Sampling:
 
 
 def stop_tokens(ids: tuple[int, ...], batch: int = 1) -> Int[np.ndarray, "B Z"]:
-    """Stop ids in the static shape that a state holds, the same for each of `batch` sequences.
+    """Returns stop ids in the static shape of a state, the same for each of `batch` sequences.
 
     Returns:
       `[B, MAX_EOS_TOKENS]`, padded with -1.
@@ -123,12 +124,12 @@ def prefill_chunk(
     """Caches prompt positions `start .. start + width - 1`; the last prompt token is left to the first round.
 
     Args:
-      target: the model whose text it is.
-      drafter: sees the target's features of these positions, if it wants them.
-      state: of `init_state`, or of the chunk before.
+      target: the model that writes.
+      drafter: sees the target's features of these positions, if it reads any.
+      state: from `init_state`, or from the previous chunk.
       start: first position, traced; a multiple of the drafter's `chunk_multiple`.
-      width: positions, static; one of the plan's.
-      parts: which of the two models, for plans in which their widths differ.
+      width: number of positions, static; one of the plan's.
+      parts: the models to run, for plans in which their widths differ.
 
     Returns:
       The state with longer caches; its text is as it was.
@@ -147,11 +148,11 @@ def prefill_chunk(
 
 
 def prefill(target: Decoder, drafter: Drafter, state: DecodeState, *, prompt_tokens: int, plan: Plan) -> DecodeState:
-    """All prefill chunks, in one trace: caches what `init_state` committed.
+    """Runs all prefill chunks in one trace: caches the prompts that `init_state` committed.
 
     Args:
-      target: the model whose text it is.
-      drafter: what will draft; it sees the prompts, too.
+      target: the model that writes.
+      drafter: the drafter; it sees the prompts, too.
       state: fresh from `init_state`.
       prompt_tokens: tokens of the longest prompt, static.
       plan: that of the state.
@@ -165,8 +166,7 @@ def prefill(target: Decoder, drafter: Drafter, state: DecodeState, *, prompt_tok
 
 
 def draft(drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """The first part of a round: the drafter's proposal for each of the sequences in `state`, 0 to `drafter.max_draft`
-    tokens, and the state with what the drafter remembers of making it."""
+    """First part of a round: returns a proposal of 0 to `drafter.max_draft` tokens per sequence, and the state."""
     with jax.named_scope("draft"):
         proposal, drafter_state = drafter.draft(state.drafter, state.committed)
         return proposal, state.replace(drafter=drafter_state)
@@ -175,18 +175,15 @@ def draft(drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
 def verify(
     target: Decoder, drafter: Drafter, state: DecodeState, proposal: Draft, *, plan: Plan
 ) -> tuple[Verified, DecodeState]:
-    """The second part: the target's own picks after the last committed token and along the draft.
+    """Second part: returns the target's picks after the last committed token and along the draft, and the state.
 
     Args:
-      target: the model whose text it is.
-      drafter: says whether drafts are trees, and which of the target's layers it wants to see.
-      state: of `draft`.
-      proposal: of `draft`, up to M tokens a sequence.
+      target: the model that writes.
+      drafter: says whether drafts are trees, and which of the target's layers it reads.
+      state: from `draft`.
+      proposal: from `draft`, up to M tokens per sequence.
       plan: that of the state; the pass has the narrowest of its widths that holds the longest draft and a token (under
         a `constant` plan there are as many passes as it takes).
-
-    Returns:
-      `[B, M + 1]` picks, and how many drafted tokens they agree with; and the state with a longer cache.
     """
     verifier = verify_tree if drafter.shape.tree else verify_chain
     with jax.named_scope("verify"):
@@ -194,14 +191,21 @@ def verify(
 
 
 def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
-    """The last part: appends what was accepted and one token of the target's, cut at EOS and length; tells the drafter
-    (`Drafter.commit`), and logs the round. A sequence whose logits are not finite ends as FAILED before that token.
+    """Third part: appends the accepted tokens and the target's next one, logs the round, and informs the drafter.
+
+    The text is cut after a stop token and at its limit; a sequence ends as FAILED before a pick from logits that are
+    not finite.
+
+    Example: `p q r s` are drafted, the picks are `p q t u v`, so 2 are accepted; `t` is a stop token:
+
+        room for 9 more   min(2 + 1, 9) = 3, the third is a stop token    emits p q t, FINISHED_EOS
+        room for 2 more   min(2 + 1, 2) = 2                               emits p q, FINISHED_LENGTH
 
     Args:
-      drafter: what drafted.
-      state: of `verify`.
-      proposal: of `draft`.
-      verified: of `verify`.
+      drafter: the drafter.
+      state: from `verify`.
+      proposal: from `draft`.
+      verified: from `verify`.
     """
     with jax.named_scope("commit"):
         before, running = state.committed, state.running
@@ -226,40 +230,40 @@ def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Veri
         )
         text = gather_window(state.tokens, before.length, proposal.tokens.shape[1])
         agreed = agreeing_prefix(proposal.tokens, jnp.minimum(proposal.length, count), text)
-        told = Outcome(before, state.committed, proposal, agreed, verified.features)
-        return state.replace(drafter=drafter.commit(state.drafter, told))
+        outcome = Outcome(before, state.committed, proposal, agreed, verified.features)
+        return state.replace(drafter=drafter.commit(state.drafter, outcome))
 
 
-def _below(count: Int[Array, " B"], rows: Array) -> Array:
+def _below(count: Int[Array, " B"], rows: Array) -> Bool[Array, "B W"]:
     return jnp.arange(rows.shape[1]) < count[:, None]
 
 
-def _logged(log: RoundLog, running: Array, proposal: Draft, verified: Verified, emitted: Array) -> RoundLog:
-    """The log with this round at each running sequence's own next place."""
+def _logged(
+    log: RoundLog, running: Bool[Array, " B"], proposal: Draft, verified: Verified, emitted: Int[Array, " B"]
+) -> RoundLog:
+    """Returns the log with this round as the next entry of each running sequence."""
 
     def put(buffer: Array, value: Array) -> Array:
-        # Finished rows write zeros behind their last round.
+        # Finished rows write zeros after their last round.
         value = jnp.where(running.reshape(-1, *[1] * (value.ndim - 1)), value, 0)
         return write_rows(buffer, value[:, None], log.rounds)
 
     drafted, tree = proposal.tokens, proposal.tree
     if tree is not None:  # the accepted path over the beginning of the draft
         drafted = jnp.where(_below(verified.accepted, drafted), verified.picks[:, :-1], drafted)
-        log = log.replace(
-            tree_tokens=put(log.tree_tokens, tree.tokens),
-            tree_parent=put(log.tree_parent, tree.parent),
-            tree_size=put(log.tree_size, tree.size),
-        )
-    if proposal.expected is not None:
-        seconds = jnp.broadcast_to(proposal.seconds, running.shape)
-        log = log.replace(expected=put(log.expected, proposal.expected), seconds=put(log.seconds, seconds))
+        tree = tree.replace(confidence=None)
+    entry = {
+        "tree": tree,
+        "forecast": proposal.forecast,
+        "drafted": drafted,
+        "confidence": proposal.confidence,
+        "draft_length": proposal.length,
+        "accepted": verified.accepted,
+        "emitted": emitted,
+        "passes": proposal.passes,
+    }
     return log.replace(
-        drafted=put(log.drafted, drafted),
-        confidence=put(log.confidence, proposal.confidence),
-        draft_length=put(log.draft_length, proposal.length),
-        accepted=put(log.accepted, verified.accepted),
-        emitted=put(log.emitted, emitted),
-        passes=put(log.passes, proposal.passes),
+        **{name: jax.tree.map(put, getattr(log, name), value) for name, value in entry.items()},
         rounds=log.rounds + running,
         target_passes=log.target_passes + jnp.where(running, verified.passes, 0),
         drafter_passes=log.drafter_passes + jnp.max(proposal.passes),
@@ -268,11 +272,32 @@ def _logged(log: RoundLog, running: Array, proposal: Draft, verified: Verified, 
 
 
 def step(target: Decoder, drafter: Drafter, state: DecodeState, *, plan: Plan) -> DecodeState:
-    """One round: draft, verify, commit, with the `target`'s picks at the widths of `plan`. Each
-    running sequence of `state` emits 1 to `drafter.max_draft` + 1 tokens; finished ones stay as they are."""
+    """One round: draft, verify, commit, with the `target`'s picks at the widths of `plan`.
+
+    Each running sequence of `state` emits 1 to `drafter.max_draft` + 1 tokens; finished ones stay as they are.
+    """
     proposal, state = draft(drafter, state)
     verified, state = verify(target, drafter, state, proposal, plan=plan)
     return commit(drafter, state, proposal, verified)
+
+
+def loop(
+    step: Callable[[State], State],
+    state: State,
+    most: Int[ArrayLike, ""] | None,
+    until_any: Bool[ArrayLike, ""],
+) -> State:
+    """Repeats `step` in one `while_loop`, while enough sequences run and fewer than `most` steps have been done.
+
+    With four sequences, of which one has finished before the call:
+
+        until_any False   least = 1: the loop ends when 0 run
+        until_any True    least = 3: the loop ends when 2 run, that is, as soon as one more has finished
+        none running      least = 1: the loop does not begin
+    """
+    last = jnp.iinfo(jnp.int32).max if most is None else state.steps + most
+    least = jnp.where(until_any, jnp.maximum(state.running.sum(), 1), 1)
+    return jax.lax.while_loop(lambda s: (s.running.sum() >= least) & (s.steps < last), step, state)
 
 
 def generate(
@@ -284,24 +309,18 @@ def generate(
     *,
     plan: Plan,
 ) -> DecodeState:
-    """Rounds until every sequence is finished, or at most `rounds` more: one `while_loop`, no host in between.
+    """Runs rounds until every sequence is finished, or at most `rounds` more, without the host in between.
 
     Args:
-      target: the model whose text it is.
-      drafter: what drafts.
-      state: behind `prefill`, or a former call; it may be donated.
+      target: the model that writes.
+      drafter: the drafter.
+      state: from `prefill` or an earlier call; it may be donated.
       rounds: most rounds of this call, traced; None: no limit.
-      until_any: traced, too: end as soon as one of the sequences that are still running has finished.
+      until_any: traced: end as soon as one of the running sequences has finished.
       plan: that of the state, static.
 
     Returns:
       The state: sequence b's text is `tokens[b, :length[b]]`, its prompt included, `finish[b]` says why it ended, and
       `log` has the rounds.
     """
-    last = state.log.round + rounds if rounds is not None else jnp.iinfo(jnp.int32).max
-    least = jnp.where(until_any, jnp.maximum(state.running.sum(), 1), 1)
-
-    def unfinished(state: DecodeState) -> Array:
-        return (state.running.sum() >= least) & (state.log.round < last)
-
-    return jax.lax.while_loop(unfinished, lambda s: step(target, drafter, s, plan=plan), state)
+    return loop(lambda s: step(target, drafter, s, plan=plan), state, rounds, until_any)

@@ -1,4 +1,8 @@
-"""What the compiled loop carries: committed tokens, caches, sampling settings and the log of rounds."""
+"""State of the compiled loop: committed tokens, caches, sampling settings and the log of rounds.
+
+Shapes: B sequences, M drafted tokens, n nodes of a tree, T positions of a buffer, V ids of the target's vocabulary, U
+of the drafter's, F captured layers of width E.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from failfast_jax.models.kv_cache import KVCache
 
 RUNNING, FINISHED_EOS, FINISHED_LENGTH, FAILED = 0, 1, 2, 3
-"""Values of `DecodeState.finish`. FAILED: the target's logits are not finite, so that there is no next token."""
+"""Values of `DecodeState.finish`. FAILED: the target's logits are not finite, so there is no next token."""
 
 MAX_EOS_TOKENS = 8
 
 
 @flax.struct.dataclass
 class Sampling:
-    """How the target picks its own token; per sequence, so that a batch may mix settings."""
+    """Settings of the target's pick; per sequence, so that a batch may mix them."""
 
     temperature: Float[Array, " B"]
     """0 is greedy."""
@@ -33,37 +37,54 @@ class Sampling:
 
 
 @flax.struct.dataclass
+class Prompts:
+    """A batch of prompts, and the settings of their answers."""
+
+    tokens: Int[Array, "B P"]
+    """Token ids, padded on the right with anything."""
+    length: Int[Array, " B"]
+    """Tokens of each prompt, at least 1."""
+    eos: Int[Array, "B Z"]
+    """Stop token ids of each sequence, padded with -1: see `stop_tokens`."""
+    sampling: Sampling
+    """See `greedy_sampling`."""
+
+
+@flax.struct.dataclass
 class Logprobs:
-    """Log-probabilities at the places of tokens, under the target's softmax as it is: temperature 1, no filters."""
+    """Log-probabilities of tokens under the target's plain softmax: temperature 1, no filters."""
 
     chosen: Float[Array, "B R"]
-    """Of the token itself."""
+    """That of the token itself."""
     best: Int[Array, "B R K"]
     """The most probable tokens, best first; K may be 0."""
     of_best: Float[Array, "B R K"]
 
     @classmethod
     def zeros(cls, batch: int, rows: int, best: int) -> Logprobs:
-        """Buffers."""
+        """Returns empty buffers."""
         shape = batch, rows, best
         return cls(jnp.zeros((batch, rows)), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
 @flax.struct.dataclass
 class Tree:
-    """A draft with alternatives: nodes in an order in which parents come first."""
+    """A draft with alternatives: nodes in an order in which parents come first.
 
-    tokens: Int[Array, "B n"]
-    parent: Int[Array, "B n"]
+    Example: `a`, then either `b` or `c`, or `d` at once: tokens a b c d, parent 0 1 1 0.
+    """
+
+    tokens: Int[Array, "*B n"]
+    parent: Int[Array, "*B n"]
     """0: the last committed token; j + 1: node j."""
-    confidence: Float[Array, "B n"]
-    """In [0, 1]: of each node behind its parent."""
-    size: Int[Array, " B"]
-    """Nodes; the rest is padding."""
+    size: Int[Array, "*B"]
+    """Number of nodes; the rest is padding."""
+    confidence: Float[Array, "*B n"] | None
+    """In [0, 1]: of each node, given its parent. None in the log."""
 
     @classmethod
     def empty(cls, batch: int, nodes: int) -> Tree:
-        """No nodes, in buffers for so many."""
+        """Returns trees without nodes, in buffers for `nodes` of them."""
         zeros = jnp.zeros((batch, nodes), jnp.int32)
         return cls(tokens=zeros, parent=zeros, confidence=jnp.zeros((batch, nodes)), size=zeros[:, 0])
 
@@ -77,8 +98,20 @@ class Alternatives:
 
 
 @flax.struct.dataclass
+class Forecast:
+    """The expectations of a round that was chosen by costs."""
+
+    tokens: Float[Array, "*B"]
+    """Tokens that the round should emit."""
+    seconds: Float[Array, "*B"]
+    """Time that the batch should take for it."""
+    width: Int[Array, "*B"]
+    """Rows of its verify."""
+
+
+@flax.struct.dataclass
 class Draft:
-    """What a drafter proposes for positions `length .. length + M - 1` of each sequence."""
+    """A drafter's proposal for positions `length .. length + M - 1` of each sequence."""
 
     tokens: Int[Array, "B M"]
     """Ids; anything beyond `length`."""
@@ -92,17 +125,16 @@ class Draft:
     """Distribution that each token was drawn from, over the drafter's vocabulary: the draft is then accepted by
     rejection sampling. None: argmax or given tokens."""
     alternatives: Alternatives | None = None
-    """What `drafters.branch_tree` makes branches of."""
+    """Candidates for the branches of `drafters.branch_tree`."""
     tree: Tree | None = None
-    """Verified instead of `tokens`, which are one of its paths. The log shows `tokens` with the accepted path put over
+    """Verified instead of `tokens`, which are one of its paths. The log shows `tokens` with the accepted path over
     their beginning."""
-    expected: Float[Array, " B"] | None = None
-    """Tokens that the round is expected to emit, and (`seconds`) to take; None where nothing was weighed."""
-    seconds: Float[Array, ""] | None = None
+    forecast: Forecast | None = None
+    """Set by drafters that choose by costs (`Drafter.uses_costs`)."""
 
     @classmethod
     def empty(cls, batch: int, width: int) -> Draft:
-        """No tokens, in buffers for `width` of them."""
+        """Returns drafts without tokens, in buffers for `width` of them."""
         zeros = jnp.zeros((batch,), jnp.int32)
         return cls(
             tokens=jnp.zeros((batch, width), jnp.int32),
@@ -114,26 +146,26 @@ class Draft:
 
 @flax.struct.dataclass
 class Verified:
-    """What the target says about a draft."""
+    """The target's verdict on a draft."""
 
     picks: Int[Array, "B M1"]
     """The target's own token after the last committed one (column 0) and after each drafted one."""
     features: Float[Array, "B M1 F E"]
     """Residual stream of the requested target layers at the verified positions `length - 1 ...`."""
     finite: Bool[Array, "B M1"]
-    """Whether the logits behind each pick are numbers."""
+    """True if the logits of the pick are numbers."""
     accepted: Int[Array, " B"]
-    """Leading drafted tokens that the target agrees with (of a tree: nodes of the longest such path, along which
+    """Leading drafted tokens that the target agrees with (in a tree: nodes of the longest such path, along which
     `picks` and `features` lie)."""
     passes: Int[Array, ""]
     """Forward passes of the target."""
     logprobs: Logprobs | None = None
-    """Of the picks, if the state keeps them."""
+    """Those of the picks, if the state keeps them."""
 
 
 @flax.struct.dataclass
 class RoundLog:
-    """One row a round; each sequence's rounds are rows 0 .. its own count - 1, whenever it joined the batch."""
+    """One entry per round; a sequence's rounds are entries 0 .. `rounds` - 1, whenever it joined the batch."""
 
     drafted: Int[Array, "B rounds M"]
     confidence: Float[Array, "B rounds M"]
@@ -152,51 +184,35 @@ class RoundLog:
     """Forward passes of the drafter over the batch, prefill not counted."""
     round: Int[Array, ""]
     """Rounds of the batch so far."""
-    tree_tokens: Int[Array, "B rounds n"] | None = None
-    """The nodes of verified trees, as in `Tree`; None where drafts are rows of tokens."""
-    tree_parent: Int[Array, "B rounds n"] | None = None
-    tree_size: Int[Array, "B rounds"] | None = None
-    expected: Float[Array, "B rounds"] | None = None
-    """As in `Draft`; None where nothing is weighed."""
-    seconds: Float[Array, "B rounds"] | None = None
+    tree: Tree | None = None
+    """The verified trees, with leaves `[B, rounds, ...]`; None for chains."""
+    forecast: Forecast | None = None
+    """The forecasts, with leaves `[B, rounds]`; None without costs."""
 
     @classmethod
-    def zeros(cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False, weighed: bool = False) -> RoundLog:
-        """A log without rounds."""
+    def zeros(
+        cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False, forecasts: bool = False
+    ) -> RoundLog:
+        """Returns a log without rounds."""
 
-        def counts(*shape: int) -> Int[Array, "..."]:
-            return jnp.zeros(shape, jnp.int32)
+        def buffer(*shape: int, dtype: Any = jnp.int32) -> Array:
+            return jnp.zeros((batch, rounds, *shape), dtype)
 
+        seconds = buffer(dtype=jnp.float32)
         return cls(
-            drafted=counts(batch, rounds, max_draft),
-            confidence=jnp.zeros((batch, rounds, max_draft), jnp.float32),
-            draft_length=counts(batch, rounds),
-            accepted=counts(batch, rounds),
-            emitted=counts(batch, rounds),
-            passes=counts(batch, rounds),
-            rounds=counts(batch),
-            target_passes=counts(batch),
-            drafter_passes=counts(),
-            round=counts(),
-            tree_tokens=counts(batch, rounds, max_draft) if trees else None,
-            tree_parent=counts(batch, rounds, max_draft) if trees else None,
-            tree_size=counts(batch, rounds) if trees else None,
-            expected=jnp.zeros((batch, rounds)) if weighed else None,
-            seconds=jnp.zeros((batch, rounds)) if weighed else None,
+            drafted=buffer(max_draft),
+            confidence=buffer(max_draft, dtype=jnp.float32),
+            draft_length=buffer(),
+            accepted=buffer(),
+            emitted=buffer(),
+            passes=buffer(),
+            rounds=jnp.zeros(batch, jnp.int32),
+            target_passes=jnp.zeros(batch, jnp.int32),
+            drafter_passes=jnp.zeros((), jnp.int32),
+            round=jnp.zeros((), jnp.int32),
+            tree=Tree(buffer(max_draft), buffer(max_draft), buffer(), confidence=None) if trees else None,
+            forecast=Forecast(jnp.copy(seconds), seconds, buffer()) if forecasts else None,
         )
-
-    def weighed(self, row: int, index: int) -> dict[str, float]:
-        """`expected` and `seconds` of a row's round, from a log on the host; none where nothing was weighed."""
-        if self.expected is None:
-            return {}
-        return {"expected": float(self.expected[row, index]), "seconds": float(self.seconds[row, index])}
-
-    def tree_of(self, row: int, index: int) -> dict[str, list[int]] | None:
-        """`results.Round.tree` of a row's round, from a log on the host; None: nothing was drafted."""
-        if self.tree_size is None or not self.tree_size[row, index]:
-            return None
-        nodes = row, index, slice(int(self.tree_size[row, index]))
-        return {"tokens": self.tree_tokens[nodes].tolist(), "parent": (self.tree_parent[nodes] - 1).tolist()}
 
 
 @flax.struct.dataclass
@@ -220,14 +236,14 @@ class Committed:
 
 @flax.struct.dataclass
 class Outcome:
-    """What became of a draft."""
+    """The result of a round, for the drafter to learn from."""
 
     before: Committed
-    """What the draft continued."""
+    """The text that the draft continued."""
     after: Committed
     draft: Draft
     agreed: Int[Array, " B"]
-    """Leading tokens of `draft` that are now part of the text. (Of a tree that took a branch: those before it.)"""
+    """Leading tokens of `draft` that are now part of the text (in a tree that took a branch: those before it)."""
     features: Float[Array, "B M1 F E"]
     """The target's, of positions `before.length - 1 ...`; final for the first `after.length - before.length`."""
 
@@ -255,7 +271,7 @@ class DecodeState:
     capacity: int = flax.struct.field(pytree_node=False)
     """Most tokens that a sequence may hold."""
     logprobs: Logprobs | None = None
-    """Of emitted tokens, each at its place in `tokens`; None where nobody is to know them."""
+    """Those of emitted tokens, each at its place in `tokens`; None if they are not kept."""
 
     @property
     def running(self) -> Bool[Array, " B"]:
@@ -263,8 +279,13 @@ class DecodeState:
         return self.finish == RUNNING
 
     @property
+    def steps(self) -> Int[Array, ""]:
+        """Rounds of the batch so far."""
+        return self.log.round
+
+    @property
     def committed(self) -> Committed:
-        """What drafters see of the state."""
+        """The part that drafters read."""
         return Committed(
             tokens=self.tokens,
             length=self.length,

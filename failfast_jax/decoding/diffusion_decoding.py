@@ -1,18 +1,23 @@
 """Standalone block diffusion (method `dllm`): the `generate` of Fast-dLLM v2 and of SDAR, compiled.
 
-Blocks of D tokens are written from left to right; inside a block, small blocks are unmasked in order of
-confidence. Every denoising pass and the storing pass of a full block run the same window over a static cache.
+Blocks of D tokens are written from left to right; inside a block, small blocks are unmasked in order of confidence.
+Every denoising pass and the storing pass of a full block run the same window over a static cache. Example with D = 4,
+small blocks of 2, a token shift, and `a` written by the pass before (M is the mask):
 
-The two families differ in what follows from `ModelConfig.token_shift`: with it (Fast-dLLM v2) a storing pass also
-writes the next block's first token, its argmax at every temperature, and the text ends at a stop token with no mask
-before it; without it (SDAR) the text ends with the block that holds a stop token. Samples are drawn anew in every pass.
-`spiffy` makes fewer passes of the same text.
+    pass 1   a M M M    scores the first small block: fills b            a b M M
+    pass 2   a b M M    scores the second: c and d are above 0.9         a b c d
+    pass 3   a b c d    stores the block and gives the next one's `e`    | e M M M
+
+The two families differ in `ModelConfig.token_shift`: with it (Fast-dLLM v2) a storing pass also writes the next block's
+first token, its argmax at every temperature, and the text ends at a stop token with no mask before it; without it
+(SDAR) the text ends with the block that holds a stop token. Samples are drawn anew in every pass. `draft_states`
+reaches the same text in fewer passes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
@@ -20,9 +25,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding import picking as acceptance
+from failfast_jax.decoding import picking
 from failfast_jax.decoding.branches import when
-from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
+from failfast_jax.decoding.decode_round import loop
+from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Prompts, Sampling
 from failfast_jax.decoding.unmasking import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.models.kv_cache import TILE, TPU_TILE, KVCache, round_up
@@ -32,15 +38,28 @@ from failfast_jax.models.transformer import Decoder
 PREFILL_WIDTH = 128
 """Least positions of a prefill chunk."""
 RANKS = 4
-"""Tokens a position that draft states may be filled with."""
+"""Candidate tokens per position for draft states."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSchedule:
+    """Static settings of the passes.
+
+    Attributes:
+      small_block: positions that are unmasked together; divides the block.
+      block_cache: after the first pass over a block, later ones run over the small block alone.
+    """
+
+    small_block: int = 8
+    block_cache: bool = False
 
 
 @flax.struct.dataclass
 class Guesses:
-    """What a pass said about the positions of its small block: see `spiffy`."""
+    """The candidates of a pass for the positions of its small block: see `draft_states`."""
 
     at: Int[Array, " B"]
-    """Start of that small block; -1: there is none."""
+    """Start of that small block; -1: none."""
     tokens: Int[Array, "B d K"]
     """Each position's best tokens, best first."""
     confidence: Float[Array, "B d"]
@@ -48,7 +67,7 @@ class Guesses:
 
     @classmethod
     def none(cls, batch: int, small_block: int) -> Guesses:
-        """Before the first pass."""
+        """Returns the value before the first pass."""
         tokens = jnp.zeros((batch, small_block, RANKS), jnp.int32)
         return cls(at=jnp.full((batch,), -1, jnp.int32), tokens=tokens, confidence=jnp.zeros((batch, small_block)))
 
@@ -66,7 +85,7 @@ class DiffusionState:
     """Blocks written."""
     max_blocks: Int[Array, " B"]
     limit: Int[Array, " B"]
-    """Position behind the last one that the output may reach."""
+    """End of the longest output, as a position."""
     fresh: Bool[Array, " B"]
     """Block cache: the block has not been run as a whole yet."""
     finish: Int[Array, " B"]
@@ -78,16 +97,15 @@ class DiffusionState:
     passes: Int[Array, " B"]
     """Forward passes: denoising and storing ones, and one for the prefill of a prompt of at least a block."""
     block_passes: Int[Array, "B rounds"]
-    """Of these, by block; the prefill's is not in them."""
+    """Passes per block; the prefill's is not in them."""
     block_adopted: Int[Array, "B rounds"]
-    """Passes that were not made, because a draft state's served (see `spiffy`), by block."""
+    """Passes per block that a draft state made unnecessary (see `draft_states`)."""
     steps: Int[Array, ""]
     """Iterations of the loop so far."""
-
     end: Int[Array, " B"]
-    """End of the output so far: behind the first stop token, else at the first mask, and at most `limit`."""
+    """End of the output so far: after the first stop token, else at the first mask, and at most `limit`."""
     guesses: Guesses | None = None
-    """What the next pass's draft states are made of; None without them."""
+    """Candidates for the next pass's draft states; None without them."""
 
     @property
     def running(self) -> Bool[Array, " B"]:
@@ -96,67 +114,65 @@ class DiffusionState:
 
     @property
     def pass_number(self) -> Int[Array, " B"]:
-        """Of the next pass, made or adopted: what its samples are keyed by."""
+        """Number of the next pass, made or adopted: the key of its samples."""
         return self.passes + self.block_adopted.sum(1)
 
     def block_window(self, block: int) -> Int[Array, "B D"]:
-        """The tokens of each sequence's block."""
+        """Returns the tokens of each sequence's block."""
         return gather_window(self.text, self.at, block)
 
 
 def init_state(
     model: Decoder,
-    *,
-    tokens: Int[ArrayLike, "B P"],
-    prompt_length: Int[ArrayLike, " B"],
+    prompts: Prompts,
     max_blocks: Int[ArrayLike, " B"],
     limit: Int[ArrayLike, " B"],
-    eos: Int[ArrayLike, "B Z"],
-    sampling: Sampling,
+    *,
     capacity: int,
     states: int | None = None,
     small_block: int = 8,
 ) -> DiffusionState:
-    """Prompts followed by masks, and an empty cache; `capacity` positions hold prompt and output.
+    """Returns prompts followed by masks, and an empty cache; `capacity` positions hold prompt and output.
 
     Args:
-      limit: position behind the last one that an output may reach.
-      states: draft states of `spiffy.step` and `small_block` as there; None for `step`.
+      max_blocks: most blocks to write, per sequence.
+      limit: end of the longest output, as a position.
+      states: number of draft states of `draft_states.step`, with its `small_block`; None for `step`.
     """
     block = model.config.block_size
-    batch, width = tokens.shape
+    batch, width = prompts.tokens.shape
     room = 2 * block if states is None else (states + 3) * block
     on_tpu = model.execution.tpu_shapes(model.dtype, model.config.head_dim)
     length = round_up(capacity + room, TPU_TILE if on_tpu else TILE)
-    text = jnp.full((batch, length), model.config.mask_token_id, jnp.int32).at[:, :width].set(tokens)
-    text = jnp.where(jnp.arange(length) < prompt_length[:, None], text, model.config.mask_token_id)
+    text = jnp.full((batch, length), model.config.mask_token_id, jnp.int32).at[:, :width].set(prompts.tokens)
+    text = jnp.where(jnp.arange(length) < prompts.length[:, None], text, model.config.mask_token_id)
     return DiffusionState(
         text=text,
-        prompt_length=prompt_length,
-        at=(prompt_length - int(model.config.token_shift)) // block * block,
+        prompt_length=prompts.length,
+        at=(prompts.length - int(model.config.token_shift)) // block * block,
         blocks=jnp.zeros((batch,), jnp.int32),
         max_blocks=max_blocks,
         limit=limit,
         fresh=jnp.ones((batch,), bool),
         finish=jnp.where(max_blocks > 0, RUNNING, FINISHED_LENGTH),
-        eos=eos,
-        sampling=sampling,
+        eos=prompts.eos,
+        sampling=prompts.sampling,
         cache=model.init_cache(batch, length),
-        passes=(prompt_length >= block).astype(jnp.int32),
+        passes=(prompts.length >= block).astype(jnp.int32),
         block_passes=jnp.zeros((batch, capacity // block + 1), jnp.int32),
         block_adopted=jnp.zeros((batch, capacity // block + 1), jnp.int32),
         steps=jnp.zeros((), jnp.int32),
-        end=prompt_length,
+        end=prompts.length,
         guesses=None if states is None else Guesses.none(batch, small_block),
     )
 
 
 def released_blocks(config: ModelConfig, prompt_tokens: int, max_new_tokens: int, capacity: int) -> int:
-    """Blocks that the models' own code writes, the one that holds the prompt's end included if it is not full.
+    """Returns the blocks that the models' own code writes, with the one at the prompt's end if it is not full.
 
-    With a token shift `max_new_tokens // D`, and one token behind the last: `D * (max_new_tokens // D) - L % D + 1`
-    tokens behind a prompt of L. Without it as many as hold all of `max_new_tokens`, to the last one's end. Fewer, where
-    `capacity` positions do not hold them.
+    With a token shift these are `max_new_tokens // D` and one token after the last: after a prompt of L tokens
+    `D * (max_new_tokens // D) - L % D + 1` tokens. Without it, as many as hold all of `max_new_tokens`, to the last
+    block's end. `capacity` may limit either.
     """
     block, before = config.block_size, prompt_tokens // config.block_size
     if config.token_shift:
@@ -167,10 +183,10 @@ def released_blocks(config: ModelConfig, prompt_tokens: int, max_new_tokens: int
 def blocks_to_write(
     config: ModelConfig, prompt_tokens: int, max_new_tokens: int, capacity: int, *, released: bool = False
 ) -> tuple[int, int]:
-    """Blocks to write, and the position behind the last one that the output may reach.
+    """Returns the number of blocks to write, and the end of the longest output as a position.
 
     Args:
-      released: whole blocks, as `released_blocks` counts them; else exactly `max_new_tokens`, or what `capacity` holds.
+      released: whole blocks, as `released_blocks` counts them; else exactly `max_new_tokens`, limited by `capacity`.
     """
     block = config.block_size
     if released:
@@ -180,9 +196,10 @@ def blocks_to_write(
 
 
 def prefill_starts(prompt_tokens: int, config: ModelConfig, buffer: int) -> tuple[int, list[int]]:
-    """Width and starts of the prefill chunks for prompts of up to `prompt_tokens` tokens, multiples of the block.
+    """Returns width and starts of the prefill chunks for prompts of up to `prompt_tokens` tokens, multiples of the
+    block.
 
-    The last chunk begins earlier where it would reach beyond the buffer: what it covers twice, it computes twice.
+    A last chunk that would reach beyond the buffer begins earlier, and computes the overlap twice.
     """
     block = config.block_size
     width = round_up(PREFILL_WIDTH, block)
@@ -205,39 +222,39 @@ def _propose(
     opens: Bool[Array, " B"],
     sampling: Sampling,
 ) -> tuple[Int[Array, "B R"], Float[Array, "B R"], Bool[Array, "B R"]]:
-    """Token and confidence for each position, argmax or a sample and its filtered probability; and whether the
-    logits are finite.
+    """Returns a token, its confidence and the finiteness of its logits for each position: the argmax, or a sample and
+    its filtered probability.
 
     Args:
-      number: of the pass: samples of a position that is not filled are drawn anew in the next one.
+      number: that of the pass: samples of a position that is not filled are drawn anew in the next one.
       opens: rows score a next block's first token, which is the argmax at every temperature.
     """
 
     def greedy(logits):
-        tokens, confidence = acceptance.argmax_and_confidence(logits, model.execution)
+        tokens, confidence = picking.argmax_and_confidence(logits, model.execution)
         return tokens, confidence, jnp.isfinite(confidence)
 
     def sampled(sampling, logits, positions, number, opens):
         best, _, finite = greedy(logits)
-        filtered = acceptance.filtered_for(logits, sampling)
-        noise = acceptance.gumbel_noise(sampling, positions, logits.shape[-1], number)
-        tokens = jnp.where(opens, best, acceptance.target_argmax(filtered + noise))
+        filtered = picking.filtered_for(logits, sampling)
+        noise = picking.gumbel_noise(sampling, positions, logits.shape[-1], number)
+        tokens = jnp.where(opens, best, picking.target_argmax(filtered + noise))
         probability = jnp.take_along_axis(jax.nn.softmax(filtered, -1), tokens[..., None], -1)[..., 0]
         return tokens, probability, finite
 
     number, opens = (jnp.broadcast_to(x[:, None], positions.shape) for x in (number, opens))
-    return acceptance.where_sampled(sampled, greedy, sampling, model.execution, logits, positions, number, opens)
+    return picking.where_sampled(sampled, greedy, sampling, model.execution, logits, positions, number, opens)
 
 
 def scores_of(model: Decoder, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
-    """Logits without the mask token."""
-    return acceptance.forbid(model.logits_of(hidden), model.config.mask_token_id, model.config.vocab_size)
+    """Returns logits without the mask token."""
+    return picking.forbid(model.logits_of(hidden), model.config.mask_token_id, model.config.vocab_size)
 
 
 def _denoise(
     model: Decoder, state: DiffusionState, work: BlockPass, block_cache: bool
 ) -> tuple[Float[Array, "B d E"], KVCache]:
-    """Hidden states that score the small block (of a full block: the next one's first token), and the cache."""
+    """Returns hidden states that score the small block (of a full block: the next one's first token), and the cache."""
     at, running, block = state.at, state.running, work.masked.shape[1]
     scratch = state.text.shape[1] - block
 
@@ -264,37 +281,32 @@ def _denoise(
 
 
 def step(
-    model: Decoder,
-    state: DiffusionState,
-    threshold: Float[ArrayLike, ""],
-    *,
-    small_block: int,
-    block_cache: bool,
+    model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, schedule: BlockSchedule
 ) -> DiffusionState:
     """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
-    work = work_of(model, state, small_block)
+    work = work_of(model, state, schedule)
     with jax.named_scope("draft"):
-        hidden, cache = _denoise(model, state, work, block_cache)
+        hidden, cache = _denoise(model, state, work, schedule.block_cache)
         logits = scores_of(model, hidden)
     state = state.replace(cache=cache, steps=state.steps + 1)
-    return behind_pass(model, state, work, logits, threshold, active=state.running, adopted=False)
+    return after_pass(model, state, work, logits, threshold, active=state.running, adopted=False)
 
 
-def work_of(model: Decoder, state: DiffusionState, small_block: int) -> BlockPass:
-    """What the next pass over each sequence's block is about."""
+def work_of(model: Decoder, state: DiffusionState, schedule: BlockSchedule) -> BlockPass:
+    """Returns the next pass over each sequence's block."""
     return BlockPass.over(
         state.text,
         state.at,
         state.prompt_length,
         block=model.config.block_size,
-        small_block=small_block,
+        small_block=schedule.small_block,
         mask_token=model.config.mask_token_id,
         token_shift=model.config.token_shift,
     )
 
 
 @jax.named_scope("commit")
-def behind_pass(
+def after_pass(
     model: Decoder,
     state: DiffusionState,
     work: BlockPass,
@@ -304,13 +316,13 @@ def behind_pass(
     active: Bool[Array, " B"],
     adopted: Bool[ArrayLike, ""],
 ) -> DiffusionState:
-    """The state behind a pass: what it filled, where its block ends, whether the output does.
+    """Returns the state after a pass: fills positions, advances past a stored block, ends the output.
 
     Args:
-      work: of the pass.
-      logits: of `work.rows`, without the mask token.
-      active: sequences that it was for, running ones.
-      adopted: whether it was a draft state's, run beside another: see `spiffy`.
+      work: the pass.
+      logits: those of `work.rows`, without the mask token.
+      active: sequences that it served, running ones.
+      adopted: True if it was a draft state's, run beside another pass: see `draft_states`.
     """
     block, mask_token, shift = model.config.block_size, model.config.mask_token_id, model.config.token_shift
     following = state.at[:, None] + jnp.where(work.full[:, None], block, work.inside)
@@ -346,7 +358,7 @@ def behind_pass(
 def _output_end(
     text: Int[Array, "B T"], state: DiffusionState, mask_token: int
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """End of each output so far, and whether a stop token ends it."""
+    """Returns the end of each output so far, and which outputs a stop token ends."""
     columns = jnp.arange(text.shape[1])
     written = columns >= state.prompt_length[:, None]
     first_hole = jnp.minimum(jnp.argmax(written & (text == mask_token), 1), state.limit)
@@ -361,17 +373,13 @@ def generate(
     threshold: Float[ArrayLike, ""],
     most: Int[ArrayLike, ""],
     until_any: Bool[ArrayLike, ""] = False,
+    *,
+    schedule: BlockSchedule,
     step: Callable[..., DiffusionState] = step,
-    **static: Any,
 ) -> DiffusionState:
-    """Passes until every sequence is finished (or, with `until_any`, another one), or at most `most` more.
+    """Runs passes until every sequence is finished (with `until_any`: one more), or at most `most` more.
 
     Args:
-      step: this module's, or `spiffy.step` with its graph bound.
-      static: as in `step`.
+      step: this module's, or `draft_states.step` with its graph bound.
     """
-    last = state.steps + most
-    least = jnp.where(until_any, jnp.maximum(state.running.sum(), 1), 1)
-    return jax.lax.while_loop(
-        lambda s: (s.running.sum() >= least) & (s.steps < last), lambda s: step(model, s, threshold, **static), state
-    )
+    return loop(lambda s: step(model, s, threshold, schedule=schedule), state, most, until_any)

@@ -1,20 +1,27 @@
 """Draft states beside the block of `dllm`: the same text in fewer passes (Spiffy, arXiv:2509.18085).
 
-A pass of block diffusion says more than what it fills: every masked position has its best tokens. From these, copies of
-the block with some more positions filled are made, *draft states*, and the next pass runs them beside the block. Then
-the block is unmasked by its own rule; if a draft state is exactly what came of it, that state's scores are what the
-next pass would have said: they are *adopted*, and so on with the next one. Passes and adopted passes together are those
-of plain decoding, and so are the tokens.
+A pass of block diffusion scores every masked position, not only those that it fills. From the best tokens, copies of
+the block with more positions filled are made, *draft states*, and the next pass runs them beside the block. Then the
+block is unmasked by its own rule. If the result equals a draft state, that state's scores are those of the pass that
+would follow: they are *adopted*, and so on with the next one. Passes and adopted passes together are those of plain
+decoding, and the tokens are the same.
 
-A state is named by pairs (i, j): the position that is the i-th most confident of those masked is filled with its j-th
-best token. The *draft graph* is the set of states that are run, one for all passes: a row a state, whose column i holds
-j, or -1 where the position stays masked. Which states pay is calibrated (`checkpoints.draft_graph`).
+A state is named by pairs (i, j): the i-th most confident masked position is filled with its j-th best token. The *draft
+graph* is the set of states that every pass runs: one row per state, whose column i holds j, or -1 where the position
+stays masked. `checkpoints.draft_graph` calibrates which states pay. Example, with small blocks of 4, `a` written, and
+confidences .9 .5 .7 for the three masks, so that their ranks are 0 2 1:
 
-All copies are rows of one window: each sees the text in front of the block and itself, never another copy.
+    block            a M M M    copy 0: the pass itself
+    row  0 -1 -1     a b M M    copy 1: the most confident position with its best token
+    row  0  0 -1     a b M d    copy 2: the two most confident
+    the pass fills b only       -> copy 1 is the block now; its scores are adopted, no pass is run
+
+All copies are rows of one window: each sees the text before the block and itself, never another copy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import flax.struct
@@ -26,8 +33,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding import diffusion_decoding
 from failfast_jax.decoding.branches import when
-from failfast_jax.decoding.diffusion_decoding import DiffusionState, Guesses
-from failfast_jax.decoding.unmasking import BlockPass
+from failfast_jax.decoding.diffusion_decoding import BlockSchedule, DiffusionState, Guesses
+from failfast_jax.decoding.unmasking import BlockPass, rank
 from failfast_jax.decoding.windows import gather_rows
 from failfast_jax.models.attention import RowGroups
 from failfast_jax.models.kv_cache import KVCache
@@ -35,7 +42,7 @@ from failfast_jax.models.transformer import Decoder
 
 
 def padded(graph: np.ndarray, block: int) -> np.ndarray:
-    """The graph with states that fill nothing behind it: the rows of all copies are a multiple of 8, as the TPU wants.
+    """Returns the graph followed by states that fill nothing, so that all copies' rows are a multiple of 8 for the TPU.
 
     Blocks of 8 and their multiples need none.
     """
@@ -49,21 +56,17 @@ class Copies:
 
     tokens: Int[Array, "B C D"]
     alive: Bool[Array, "B C"]
-    """Whether there is such a state; the block itself is none."""
+    """True if the state exists; the block itself is none."""
     works: BlockPass
-    """Of every copy, batch and copies in one axis."""
+    """The pass of every copy, batch and copies in one axis."""
     partial: Bool[Array, "B C"]
-    """Passes over the small block alone, with the block's cache around it."""
+    """True for passes over the small block alone, with the block's cache around it."""
 
     @classmethod
     def over(
         cls, state: DiffusionState, work: BlockPass, graph: Int[Array, "S d"], mask_token: int, block_cache: bool
     ) -> Copies:
-        """Those of the next pass.
-
-        Args:
-          work: of the block.
-        """
+        """Returns the copies for the next pass, `work`."""
         batch, block = work.tokens.shape
         masked = jnp.take_along_axis(work.masked, work.inside, 1)
         filled, token = _fillings(state.guesses, masked, graph)
@@ -99,7 +102,7 @@ class Copies:
         )
 
     def work(self, copy: Int[Array, " B"]) -> BlockPass:
-        """The pass of one copy of each sequence."""
+        """Returns the pass of one copy of each sequence."""
         batch, count = self.alive.shape
         rows = jnp.arange(batch) * count + copy
         return jax.tree.map(lambda leaf: leaf[rows], self.works)
@@ -108,68 +111,105 @@ class Copies:
 def _fillings(
     guesses: Guesses, masked: Bool[Array, "B d"], graph: Int[Array, "S d"]
 ) -> tuple[Bool[Array, "B S d"], Int[Array, "B S d"]]:
-    """Which places of the small block each state fills, and with what."""
-    value = jnp.where(masked, guesses.confidence, -1.0)
-    at = jnp.arange(value.shape[1])
-    ahead = (value[:, None] > value[..., None]) | ((value[:, None] == value[..., None]) & (at < at[:, None]))
-    rank = (ahead & masked[:, None]).sum(-1)
-    choice = graph[:, rank].transpose(1, 0, 2)
+    """Returns the positions of the small block that each state fills, and their tokens."""
+    choice = graph[:, rank(jnp.where(masked, guesses.confidence, -1.0))].transpose(1, 0, 2)
     fill = masked[:, None] & (choice >= 0)
     token = jnp.take_along_axis(guesses.tokens[:, None], jnp.maximum(choice, 0)[..., None], 3)[..., 0]
     return fill, token
 
 
+@dataclasses.dataclass(frozen=True)
+class GraphPass:
+    """The window of a pass over all copies of each sequence.
+
+    Attributes:
+      tokens: those of each copy, W of them. positions: absolute positions of a copy's tokens, the same for all copies.
+      seen: slots of the cache that a copy sees, as `RowGroups` has them: all before the first, from the second up to
+      the
+        third, and from the fourth up to the fifth, its own place.
+      start: slot of the first copy's first token.
+      rows: rows of each copy that score its small block (of a full one: the next block's first token).
+    """
+
+    tokens: Int[Array, "B C W"]
+    positions: Int[Array, "B W"]
+    seen: Int[Array, "B C 5"]
+    start: Int[Array, " B"]
+    rows: Int[Array, "B C d"]
+
+    @classmethod
+    def whole_blocks(cls, state: DiffusionState, copies: Copies, schedule: BlockSchedule) -> GraphPass:
+        """Returns the pass over whole blocks, which stand side by side from the block's position on.
+
+        Example, for a block of 4 at position 8, two copies and small blocks of 2:
+
+            copy 0 in slots 8 .. 11    sees the text 0 .. 7 and itself
+            copy 1 in slots 12 .. 15   sees 0 .. 7 and itself; if its pass is partial, over its first small block:
+                                       0 .. 7, slots 10 11 (the cached rest of the block), and its own 12 13
+        """
+        (batch, count, block), size = copies.tokens.shape, schedule.small_block
+        at, partial = state.at, copies.partial
+        rows = copies.works.rows.reshape(batch, count, size)
+        if schedule.block_cache:  # as in a pass over the small block alone, whose first position reuses its own row
+            alone = copies.works.small.reshape(batch, count, 1) + jnp.maximum(jnp.arange(size) - 1, 0)
+            rows = jnp.where(partial[..., None], alone, rows)
+        positions = at[:, None] + jnp.arange(block)
+        slots = at[:, None] + jnp.arange(count) * block
+        inner = copies.works.small.reshape(batch, count) * partial
+        first = at[:, None] + inner
+        last = first + jnp.where(partial, size, 0)
+        place = slots + inner, slots + jnp.where(partial, inner + size, block)
+        seen = jnp.stack([first, last, jnp.where(partial, at[:, None] + block, last), *place], 2)
+        return cls(copies.tokens, positions, seen, at, rows)
+
+    @classmethod
+    def small_blocks(cls, state: DiffusionState, copies: Copies, work: BlockPass) -> GraphPass:
+        """Returns the pass over small blocks alone, which stand side by side after the block."""
+        (batch, count, block), size, at = copies.tokens.shape, work.small_block, state.at
+        inside = jnp.broadcast_to(work.inside[:, None], (batch, count, size))
+        begin = at[:, None] + block + jnp.arange(count) * size
+        first, last = (jnp.broadcast_to((at + work.small + n)[:, None], begin.shape) for n in (0, size))
+        rest = jnp.where(copies.partial, at[:, None] + block, last)
+        return cls(
+            tokens=jnp.take_along_axis(copies.tokens, inside, 2),
+            positions=at[:, None] + work.inside,
+            seen=jnp.stack([first, last, rest, begin, begin + size], 2),
+            start=at + block,
+            rows=jnp.broadcast_to(jnp.maximum(jnp.arange(size) - 1, 0), inside.shape),
+        )
+
+    def run(
+        self, model: Decoder, cache: KVCache, active: Bool[Array, " B"], buffer: int
+    ) -> tuple[Float[Array, "B C d E"], KVCache]:
+        """Runs the active sequences' copies; the others write where nobody reads, at the end of the buffer."""
+        batch, count, width = self.tokens.shape
+        start = jnp.where(active, self.start, buffer - count * width)
+        groups = RowGroups(positions=jnp.tile(self.positions, (1, count)), seen=self.seen)
+        live = jnp.max(jnp.where(active[:, None], self.seen.max(2), 0))
+        hidden, cache, _ = model.window(self.tokens.reshape(batch, -1), cache, start, live, groups=groups)
+        rows = (self.rows + jnp.arange(count)[:, None] * width).reshape(batch, -1)
+        return gather_rows(hidden, rows).reshape(batch, count, self.rows.shape[2], -1), cache
+
+
 def _run(
-    model: Decoder, state: DiffusionState, copies: Copies, work: BlockPass, block_cache: bool
+    model: Decoder, state: DiffusionState, copies: Copies, work: BlockPass, schedule: BlockSchedule
 ) -> tuple[Float[Array, "B C d E"], KVCache]:
-    """Hidden states that score each copy's small block (of a full one: the next block's first token)."""
-    batch, count, block = copies.tokens.shape
-    at, small, size = state.at, work.small, work.small_block
-    rows = copies.works.rows.reshape(batch, count, size)
-    if block_cache:  # as in a pass over the small block alone, whose first position reuses its own row
-        own = copies.works.small.reshape(batch, count, 1) + jnp.maximum(jnp.arange(size) - 1, 0)
-        rows = jnp.where(copies.partial[..., None], own, rows)
-
-    def run(cache, active, tokens, positions, seen, start, rows):
-        width = tokens.shape[2]
-        scratch = state.text.shape[1] - count * width
-        start = jnp.where(active, start, scratch)
-        groups = RowGroups(positions=jnp.tile(positions, (1, count)), seen=seen)
-        live = jnp.max(jnp.where(active[:, None], seen.max(2), 0))
-        hidden, cache, _ = model.window(tokens.reshape(batch, -1), cache, start, live, groups=groups)
-        rows = (rows + jnp.arange(count)[:, None] * width).reshape(batch, -1)
-        return gather_rows(hidden, rows).reshape(batch, count, size, -1), cache
-
-    def seen_by(first, last, place):
-        """The text up to `first`, the block's cache from `last` on where a pass is partial, and the copy's own."""
-        return jnp.stack([first, last, jnp.where(copies.partial, at[:, None] + block, last), *place], 2)
-
-    positions = at[:, None] + jnp.arange(block)
-    own = at[:, None] + jnp.arange(count) * block
-    inner = copies.works.small.reshape(batch, count) * copies.partial
-    first = at[:, None] + inner
-    last = first + jnp.where(copies.partial, size, 0)
-    place = own + inner, own + jnp.where(copies.partial, inner + size, block)
-    wide = copies.tokens, positions, seen_by(first, last, place), at, rows
-    if not block_cache:
-        return run(state.cache, state.running, *wide)
-    narrow_only = copies.partial[:, 0]
-    whole = state.running & ~narrow_only
-    nothing = jnp.zeros((batch, count, size, model.config.hidden_size), model.dtype)
-    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, *wide), (nothing, state.cache))
-    inside = jnp.broadcast_to(work.inside[:, None], (batch, count, size))
-    begin = at[:, None] + block + jnp.arange(count) * size
-    ends = (jnp.broadcast_to((at + small + n)[:, None], begin.shape) for n in (0, size))
-    seen = seen_by(*ends, (begin, begin + size))
-    narrow = (
-        jnp.take_along_axis(copies.tokens, inside, 2),
-        at[:, None] + work.inside,
-        seen,
-        at + block,
-        jnp.broadcast_to(jnp.maximum(jnp.arange(size) - 1, 0), rows.shape),
+    """Returns hidden states that score each copy's small block (of a full one: the next block's first token)."""
+    batch, count, _ = copies.tokens.shape
+    buffer = state.text.shape[1]
+    whole_blocks = GraphPass.whole_blocks(state, copies, schedule)
+    if not schedule.block_cache:
+        return whole_blocks.run(model, state.cache, state.running, buffer)
+    # The passes of a sequence are all over its small block if that of the block itself is.
+    narrow = copies.partial[:, 0]
+    whole = state.running & ~narrow
+    nothing = jnp.zeros((batch, count, work.small_block, model.config.hidden_size), model.dtype)
+    hidden, cache = when(
+        whole.any(), lambda carry: whole_blocks.run(model, carry[1], whole, buffer), (nothing, state.cache)
     )
-    other, cache = when(narrow_only.any(), lambda c: run(c[1], narrow_only, *narrow), (nothing, cache))
-    return jnp.where(narrow_only[:, None, None, None], other, hidden), cache
+    small_blocks = GraphPass.small_blocks(state, copies, work)
+    other, cache = when(narrow.any(), lambda carry: small_blocks.run(model, carry[1], narrow, buffer), (nothing, cache))
+    return jnp.where(narrow[:, None, None, None], other, hidden), cache
 
 
 def step(
@@ -178,26 +218,23 @@ def step(
     threshold: Float[ArrayLike, ""],
     *,
     graph: Int[ArrayLike, "S d"],
-    small_block: int,
-    block_cache: bool,
+    schedule: BlockSchedule,
 ) -> DiffusionState:
     """One forward pass for every running sequence, over its block and the draft states beside it.
 
     Args:
-      graph: see the module; with no row it is `dllm.step`, which notes what states could have been made of.
-      small_block: see `dllm.step`.
-      block_cache: likewise.
+      graph: the draft graph; without rows this is `diffusion_decoding.step`, which notes candidates for states.
     """
     block, at, graph = model.config.block_size, state.at, jnp.asarray(graph)
-    work = diffusion_decoding.work_of(model, state, small_block)
-    copies = Copies.over(state, work, graph, model.config.mask_token_id, block_cache)
+    work = diffusion_decoding.work_of(model, state, schedule)
+    copies = Copies.over(state, work, graph, model.config.mask_token_id, schedule.block_cache)
     with jax.named_scope("draft"):
-        hidden, cache = _run(model, state, copies, work, block_cache)
+        hidden, cache = _run(model, state, copies, work, schedule)
         logits = diffusion_decoding.scores_of(model, hidden)
     without_cache = state.replace(cache=KVCache((), ()), steps=state.steps + 1)
     state, last, source = _follow(model, without_cache, copies, logits, threshold)
-    # What the cache holds of the block is the block's own: an adopted copy's takes its place where it is read again.
-    moved = jnp.where((state.at > at) | block_cache, source, 0)
+    # The cache holds the block's own keys and values: an adopted copy's take their place if they are read again.
+    moved = jnp.where((state.at > at) | schedule.block_cache, source, 0)
     slots = moved[:, None] * block + jnp.arange(block)
     width = copies.tokens.shape[1] * block
     begin = jnp.where(moved > 0, at, state.text.shape[1] - width)
@@ -222,10 +259,10 @@ def _follow(
     logits: Float[Array, "B C d V"],
     threshold: Float[ArrayLike, ""],
 ) -> tuple[DiffusionState, Int[Array, " B"], Int[Array, " B"]]:
-    """Goes on from pass to pass as long as what comes of one is a state whose pass has been made.
+    """Adopts pass after pass, as long as the result of one is a state whose pass has been run.
 
     Returns:
-      The state (without the cache), the copy whose pass came last, and the last whose pass was over the whole block.
+      The state (without the cache), the copy whose pass came last, and the last one whose pass was over a whole block.
     """
     begun = state.at
 
@@ -233,14 +270,14 @@ def _follow(
         index, active, state, copy, source = carry
         work = copies.work(copy)
         picked = _picked(logits, copy)
-        state = diffusion_decoding.behind_pass(model, state, work, picked, threshold, active=active, adopted=index > 0)
+        state = diffusion_decoding.after_pass(model, state, work, picked, threshold, active=active, adopted=index > 0)
         same = (copies.tokens == state.block_window(copies.tokens.shape[2])[:, None]).all(2) & copies.alive
-        # The block's cache that a partial pass saw is the block's own; of a block written in part, only partial ones.
+        # A partial pass saw the block's own cache, so only partial passes may follow one.
         same &= jnp.where(copies.partial[:, :1], copies.partial, ~copies.partial | (source == 0)[:, None])
-        found = active & same.any(1) & state.running & (state.at == begun)
-        copy = jnp.where(found, jnp.argmax(same, 1), copy)
+        adopts = active & same.any(1) & state.running & (state.at == begun)
+        copy = jnp.where(adopts, jnp.argmax(same, 1), copy)
         partial = jnp.take_along_axis(copies.partial, copy[:, None], 1)[:, 0]
-        return index + 1, found, state, copy, jnp.where(found & ~partial, copy, source)
+        return index + 1, adopts, state, copy, jnp.where(adopts & ~partial, copy, source)
 
     zeros = jnp.zeros_like(state.at)
     carry = jnp.int32(0), state.running, state, zeros, zeros

@@ -1,7 +1,7 @@
 """Trees of drafted tokens: visibility in a window, the path that the target agrees with, and parts of a tree.
 
-Example of a window of four slots, for nodes a b c whose parents are the root, `a`, and the root (0 0 1 as slots, with the
-root in slot 0 and node j in slot j + 1):
+Example of a window of four slots, for nodes a b c whose parents are the root, `a`, and the root (0 0 1 as slots, with
+the root in slot 0 and node j in slot j + 1):
 
     slot       0     1  2  3      depth      0 1 2 1
     token      root  a  b  c      visible    0 | 0 1 | 0 1 2 | 0 3
@@ -82,7 +82,8 @@ def _path_to(last: Int[Array, " B"], mask: TreeMask) -> tuple[Int[Array, " B"], 
 
 
 def deepest(tree: Tree, longest: int) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"]]:
-    """Returns tokens, confidences and length of the tree's longest path (the first of several), in `longest` columns."""
+    """Returns tokens, confidences and length of the tree's longest path (the first of several), in `longest`
+    columns."""
     mask = mask_of(tree, tree.tokens.shape[1] + 1, longest)
     length, slots = _path_to(jnp.argmax(mask.depth, axis=1), mask)
     inside = jnp.arange(longest) < length[:, None]
@@ -100,8 +101,8 @@ def path_chances(tree: Tree, chance: Float[Array, "B n"]) -> Float[Array, "B n"]
 
 
 def best_part(tree: Tree, value: Float[Array, "B n"], most: Int[Array, " B"]) -> Tree:
-    """Returns the tree of at most `most` nodes with the highest values. A value may not exceed the parent's, so that the
-    nodes that stay are connected; of equals the first stay."""
+    """Returns the tree of at most `most` nodes with the highest values. A value may not exceed the parent's, so that
+    the nodes that stay are connected; of equals the first stay."""
     nodes = tree.tokens.shape[1]
     order = jnp.argsort(-value, axis=1)
     rank = jnp.argsort(order, axis=1)

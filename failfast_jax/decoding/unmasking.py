@@ -1,7 +1,7 @@
-"""Filling the masks of a block: what a pass of block diffusion is about, and which positions it fills.
+"""Filling the masks of a block: the subject of a pass of block diffusion, and the positions that it fills.
 
-Shared by the drafting schedules and by `dllm`: small blocks are unmasked from left to right, and a full block costs one
-more pass, which stores its keys and values and, where row i predicts token i + 1, gives the next block's first token.
+Shared by the drafting schedules and by `dllm`: small blocks are unmasked from left to right. A full block takes another
+pass, which stores its keys and values and, if row i predicts token i + 1, gives the next block's first token.
 """
 
 from __future__ import annotations
@@ -14,28 +14,46 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.windows import gather_window, place
 
 
-def above_threshold(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[ArrayLike, ""]
+def to_fill(
+    confidence: Float[Array, "B M"],
+    masked: Bool[Array, "B M"],
+    threshold: Float[ArrayLike, ""] | None = None,
+    least: Int[ArrayLike, "*#B"] = 1,
 ) -> Bool[Array, "B M"]:
-    """Fast-dLLM's and SDAR's rule: a pass fills the masked positions above `threshold`, and always the best one."""
-    confidence = jnp.where(masked, confidence, -1.0)
-    best = jnp.arange(confidence.shape[1]) == jnp.argmax(confidence, 1)[:, None]
-    return masked & (best | (confidence > threshold))
+    """Chooses the masked positions that a pass fills: those above `threshold`, and always the `least` most confident.
+
+    With a threshold this is the rule of Fast-dLLM and SDAR, without one that of SpecDiff. Of equals the first counts.
+
+    Example: confidences .95 .99 .70 .92, of which the second is not masked:
+
+        threshold 0.9, least 1    1 . . 1    both above 0.9
+        threshold 0.96, least 1   1 . . .    none is above: the best one
+        no threshold, least 2     1 . . 1    the best two
+    """
+    value, at = jnp.where(masked, confidence, -1.0), jnp.arange(confidence.shape[1])
+    if isinstance(least, int) and least == 1:
+        fills = at == jnp.argmax(value, 1)[:, None]
+    else:
+        fills = rank(value) < jnp.asarray(least)[..., None]
+    return masked & (fills if threshold is None else fills | (value > threshold))
 
 
-def most_confident(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], count: Int[ArrayLike, "*#B"]
-) -> Bool[Array, "B M"]:
-    """SpecDiff's: the `count` masked positions of the highest confidence, the earlier ones on ties."""
-    value = jnp.where(masked, confidence, -1.0)
+def rank(value: Float[Array, "B M"]) -> Int[Array, "B M"]:
+    """Returns the number of larger values in the row, or equal ones further left: .9 .5 .7 -> 0 2 1."""
     at = jnp.arange(value.shape[1])
     ahead = (value[:, None] > value[..., None]) | ((value[:, None] == value[..., None]) & (at < at[:, None]))
-    return masked & (ahead.sum(-1) < jnp.asarray(count)[..., None])
+    return ahead.sum(-1)
 
 
 @flax.struct.dataclass
 class BlockPass:
-    """What the next pass over each sequence's block does: denoise a small block, or store a full block."""
+    """The next pass over each sequence's block: it denoises a small block, or stores a full block.
+
+    Example of a block of 8 with small blocks of 4, before (M is the mask):
+
+        tokens      a b c M  M M M M     small 0, inside 0 1 2 3
+        rows        0 0 1 2              with a token shift: row i scores position i + 1, and position 0 is not masked
+    """
 
     at: Int[Array, " B"]
     """Start of the block."""
@@ -58,7 +76,7 @@ class BlockPass:
         mask_token: int,
         token_shift: bool,
     ) -> BlockPass:
-        """The pass over the blocks at `at`; only masks from position `first` on are masks.
+        """Returns the pass over the blocks at `at`; mask tokens before position `first` are text.
 
         Args:
           token_shift: see `ModelConfig.token_shift`.
@@ -71,12 +89,12 @@ class BlockPass:
 
     @property
     def full(self) -> Bool[Array, " B"]:
-        """No mask is left: the pass stores the block."""
+        """True if no mask is left: the pass stores the block."""
         return ~self.masked.any(1)
 
     @property
     def inside(self) -> Int[Array, "B d"]:
-        """Places of the small block within the block."""
+        """Positions of the small block within the block."""
         return self.small[:, None] + jnp.arange(self.small_block)
 
     @property
@@ -97,12 +115,12 @@ class BlockPass:
         threshold: Float[ArrayLike, ""],
         opens_next: Bool[ArrayLike, "*B"] = True,
     ) -> tuple[Int[Array, "B T"], Bool[Array, "B d"], Bool[Array, "B d"]]:
-        """Writes what a pass proposes.
+        """Writes the tokens that a pass proposes.
 
         Args:
-          active: sequences that the pass is for.
-          threshold: see `above_threshold`.
-          opens_next: of stored blocks, whether the next block's first token is written, if the model shifts tokens.
+          active: sequences that the pass serves.
+          threshold: see `to_fill`.
+          opens_next: True to write the next block's first token after storing, if the model shifts tokens.
 
         Returns:
           The text, which positions of the small block were masked (and denoised), and which of them were filled.
@@ -111,5 +129,5 @@ class BlockPass:
         if self.token_shift:
             text = place(text, self.at + block, tokens[:, :1], (active & self.full & opens_next)[:, None])
         masked = jnp.take_along_axis(self.masked, self.inside, 1) & (active & ~self.full)[:, None]
-        chosen = above_threshold(confidence, masked, threshold)
+        chosen = to_fill(confidence, masked, threshold)
         return place(text, self.at + self.small, tokens, chosen), masked, chosen

@@ -17,7 +17,7 @@ from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.stopping import Never, StopRule
-from failfast_jax.decoding.unmasking import above_threshold, most_confident
+from failfast_jax.decoding.unmasking import to_fill
 from failfast_jax.decoding.windows import write_rows
 from failfast_jax.models.block_network import DSparkModel
 from failfast_jax.models.kv_cache import KVCache, round_up
@@ -169,11 +169,11 @@ class FeatureDenoiser(FeatureDrafter):
             ids, confidence, cache = self._look(state, carry, start)
             busy = carry.masked.any(1)
             if self.steps is None:
-                chosen = above_threshold(confidence, carry.masked, self.threshold)
+                chosen = to_fill(confidence, carry.masked, self.threshold)
             else:
                 filled = length - carry.masked.sum(1)
                 goal = -(-(carry.passes + 1) * length // self.steps)
-                chosen = most_confident(confidence, carry.masked, goal - filled)
+                chosen = to_fill(confidence, carry.masked, least=goal - filled)
             tokens = jnp.where(chosen, ids, carry.tokens[:, 1:])
             return _Denoising(
                 tokens=jnp.concatenate([carry.tokens[:, :1], tokens], axis=1),

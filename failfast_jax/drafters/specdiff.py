@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import argmax_and_confidence
-from failfast_jax.decoding.unmasking import most_confident
+from failfast_jax.decoding.unmasking import to_fill
 from failfast_jax.decoding.windows import gather_window, place
 from failfast_jax.drafters.block_diffusion import BlockDrafter, BlockState
 from failfast_jax.drafters.failfast import SPEC_LEN, check_rows, one_pass_drafter, refuse_rejection
@@ -66,7 +66,7 @@ class SpecDiff(BlockDrafter):
             model = model.replace(cached=jnp.where(step + 1 < self.steps, again, model.cached))
             tokens, confidence = argmax_and_confidence(logits, self.model.execution)
             goal = -(-(step + 1) * self.spec_len // self.steps)
-            chosen = most_confident(confidence, carry.masked, goal - jnp.sum(~carry.masked[0]))
+            chosen = to_fill(confidence, carry.masked, least=goal - jnp.sum(~carry.masked[0]))
             return _Denoising(
                 text=place(carry.text, length, tokens, chosen),
                 confidence=jnp.where(chosen, confidence, carry.confidence),

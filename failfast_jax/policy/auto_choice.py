@@ -1,4 +1,4 @@
-"""The method `auto`: draft from the source, and verify of the draft what promises the most tokens per second."""
+"""The method `auto`: choose the draft's source and the verify width that maximise the expected tokens per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.decode_state import Committed, Draft, Outcome
+from failfast_jax.decoding.decode_state import Committed, Draft, Forecast, Outcome
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.windows import gather_window
@@ -30,32 +30,41 @@ from failfast_jax.policy.expected_tokens import (
 
 
 @flax.struct.dataclass
+class Offer:
+    """A source's draft, and the tokens that each sequence expects of it, per verify width."""
+
+    draft: Draft
+    tokens: Float[Array, "B widths"]
+
+
+@flax.struct.dataclass
 class AutoState:
     """State of the drafter."""
 
     text: Any
+    """State of the text source."""
     model: Any
-    """The two sources' own."""
+    """State of the model source."""
     chances: Chances
-    """Of the two sources' tokens; how many of the model's draft of this round are the text's."""
-    purse: ThroughputEstimate
+    """Calibrations of both sources; the length of the text's prefix of this round's model draft."""
+    estimate: ThroughputEstimate
     text_draft: Draft
     model_draft: Draft
-    """What the sources drafted in this round, verified or not."""
+    """Drafts of both sources in this round, verified or not."""
     cost: Float[Array, ""]
-    """Of this round, in plain steps of the batch, as expected."""
+    """Expected cost of this round, in plain steps of the batch."""
     refused: Bool[Array, ""]
-    """Whether a draft of the text promised more than this round's and the purse could not pay it."""
+    """True if a draft of the text promised more than this round's and was not affordable."""
     ahead: Float[Array, " B"]
     """Tokens that each row has emitted beyond plain decoding's."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Auto(Drafter):
-    """Drafts from the text, of a model, or of the model behind the text, where they pay; a plain step where none does.
+    """Drafts from the text, a model, or the model after the text's tokens, if that pays; otherwise takes a plain step.
 
-    The batch decides as one, as its rows share every pass: whether to ask the model, and how many rows to verify. What
-    the model drafts, and whether that begins with the text's draft, each row decides for itself.
+    The batch decides together, as its rows share every pass: whether to ask the model, and how many rows to verify. The
+    source of its draft each row decides for itself.
     """
 
     text: Drafter | None
@@ -63,19 +72,19 @@ class Auto(Drafter):
     model: Drafter | None
     costs: Costs
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))
-    """The plan's."""
+    """Widths of the verification plan, ascending."""
     prior: tuple[float, ...] = flax.struct.field(pytree_node=False, default=MODEL_CHANCES)
-    """Of the model's chances (`policy.expected_tokens.Calibration`)."""
+    """Prior chances of the model's tokens (`policy.expected_tokens.Calibration`)."""
     rows_refilled: bool = flax.struct.field(pytree_node=False, default=False)
-    """Whether the tokens of all rows count, and not those of the slowest one, for which a list of prompts waits; then
+    """True if finished rows are filled again: the tokens of all rows count then, not those of the slowest one, and
     rounds in which a row begins draft nothing."""
 
     @classmethod
     def of(cls, text: Drafter | None, model: Drafter | None, prior: tuple[float, ...] = MODEL_CHANCES) -> Auto:
-        """For a machine on which every width costs the same, until it is told another's costs."""
+        """Returns a drafter for a machine on which all widths cost the same, until `with_costs` names others."""
         return cls(text=text, model=model, costs=Costs.flat(1), prior=prior).planned((1,))
 
-    # What the sources ask for.
+    # Requirements of the sources.
 
     @property
     def _sources(self) -> tuple[Drafter, ...]:
@@ -93,7 +102,7 @@ class Auto(Drafter):
 
     @property
     def _least_passes(self) -> int:
-        """Of a draft of the model."""
+        """Passes of the model's shortest draft."""
         return 1
 
     def planned(self, widths):
@@ -103,7 +112,7 @@ class Auto(Drafter):
         return self.replace(rows_refilled=True)
 
     def with_costs(self, costs: Costs) -> Auto:
-        """Deciding by these, of the plan's widths."""
+        """Returns a copy that decides by the costs of the plan's widths."""
         if self.model is None:
             return self.replace(costs=costs)
         rule = ExpectedGain(costs, self.widths, self.prior)
@@ -114,7 +123,7 @@ class Auto(Drafter):
             text=() if self.text is None else self.text.init(batch, capacity),
             model=() if self.model is None else self.model.init(batch, capacity),
             chances=Chances.of(batch, self.prior),
-            purse=ThroughputEstimate.full(batch),
+            estimate=ThroughputEstimate.initial(batch),
             text_draft=self._empty(batch),
             model_draft=self._empty(batch),
             cost=jnp.float32(0),
@@ -133,50 +142,61 @@ class Auto(Drafter):
     # A round.
 
     def draft(self, state, committed):
-        costs = self.costs.steps
-        text, text_state = self._from_text(state, committed)
-        by_text = self._tokens(state.chances.text, text, committed)
-        weight = self._weight(state.ahead, committed.running)[:, None]
-        waits = self._someone_waits(committed)
-        begun, hoped = self._begun(state, text, committed)
-        asked = self._asks(state.purse, (weight * by_text).sum(0), (weight[:, 0] * hoped).sum(), waits)
-        chances = state.chances.replace(begun=jnp.where(committed.running & asked, begun.length, 0))
-        own, model_state = self._from_model(state.replace(chances=chances), committed, asked, begun)
-        by_model = self._tokens(chances, own, committed)
-        # Each row takes what promises more at the common width.
-        tokens = jnp.maximum(by_model, by_text)
-        spent = costs.draft * jnp.max(own.passes)
-        rung = jnp.where(waits, 0, self._best(state.purse, (weight * tokens).sum(0), spent))
+        # 1. The text offers a draft for nothing.
+        # 2. The model is asked if the tokens hoped for are worth more per second than those at hand.
+        # 3. It drafts on its own, or continues the text's draft.
+        # 4. The batch verifies the width with the most tokens per second; each row takes its better offer there:
+        #      widths 1 4 8 at 1, 1.15 and 1.26 steps
+        #      tokens 1.0 2.1 2.6 of the better offers  ->  1.0 1.83 2.06 tokens a step  ->  width 8
+        # 5. The draft is cut to the width, and the round's yield is noted.
+        costs, estimate = self.costs.steps, state.estimate
+        weight, waits = self._weight(state.ahead, committed.running), self._someone_waits(committed)
+        text, text_state = self._offer_of_text(state, committed)
+        at_hand = _total(weight, text.tokens)
+        prefix, hoped = self._prefix(state, text.draft, committed)
+        ask = self._worth_asking(estimate, at_hand, (weight * hoped).sum(), waits)
+        chances = state.chances.replace(begun=jnp.where(committed.running & ask, prefix.length, 0))
+        model, model_state = self._offer_of_model(state.replace(chances=chances), committed, ask, prefix)
+        tokens = jnp.maximum(model.tokens, text.tokens)
+        spent = costs.draft * jnp.max(model.draft.passes)
+        rung = jnp.where(waits, 0, self._best_width(estimate, _total(weight, tokens), spent))
         cost = costs.verify[rung] + spent
-        rows = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
-        draft = _chosen((by_model > by_text)[:, rung], own, text)
-        draft = self._cut(chances.model, draft, rows, committed).replace(
-            passes=own.passes,
-            expected=tokens[:, rung],
-            seconds=cost * self.costs.verify[0],
+        width = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
+        draft = _better((model.tokens > text.tokens)[:, rung], model.draft, text.draft)
+        draft = self._cut(chances.model, draft, width, committed).replace(
+            passes=model.draft.passes, forecast=_forecast(tokens[:, rung], cost * self.costs.verify[0], width)
         )
-        alone = weight[:, 0] * (chances.begun == 0)
-        hopes = state.purse.hoping(asked, (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6), cost)
-        # Of a round in which every draft began with the text's, nothing is learned of the model alone.
-        told = ~asked | (alone.sum() > 0)
-        purse = jax.tree.map(lambda new, old: jnp.where(told, new, old), hopes, state.purse)
-        made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own, "chances": chances}
-        refused = ~waits & (jnp.argmax((weight * by_text).sum(0) / costs.verify) > rung)
-        return draft, state.replace(**made, cost=cost, purse=purse, refused=refused)
+        # A round in which every draft begins with the text's tells nothing of the model alone.
+        alone = weight * (chances.begun == 0)
+        of_model = (alone * model.tokens[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6)
+        informed = ~ask | (alone.sum() > 0)
+        newer = estimate.after_draft(ask, of_model, cost)
+        return draft, state.replace(
+            text=text_state,
+            model=model_state,
+            text_draft=text.draft,
+            model_draft=model.draft,
+            chances=chances,
+            estimate=jax.tree.map(lambda new, old: jnp.where(informed, new, old), newer, estimate),
+            cost=cost,
+            refused=~waits & (jnp.argmax(at_hand / costs.verify) > rung),
+        )
 
-    def _from_text(self, state: AutoState, committed: Committed) -> tuple[Draft, Any]:
-        if self.text is None:
-            return self._empty(committed.length.shape[0]), state.text
-        draft, text_state = self.text.draft(state.text, committed)
-        return self._padded(draft), text_state
+    def _offer_of_text(self, state: AutoState, committed: Committed) -> tuple[Offer, Any]:
+        draft, text_state = self._empty(committed.length.shape[0]), state.text
+        if self.text is not None:
+            draft, text_state = self.text.draft(state.text, committed)
+            draft = self._padded(draft)
+        return Offer(draft, self._tokens(state.chances.text, draft, committed)), text_state
 
-    def _begun(self, state: AutoState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
-        """What of the text's draft the model would go on behind, and the tokens that are hoped of such a round.
+    def _prefix(self, state: AutoState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
+        """Returns the looked-up tokens that the model should continue, and the expected tokens of that round.
 
-        All of it or nothing: where the text's tokens are surer than the first ones of the model mostly were, and end
-        before the model's draft must.
+        A row's lookup is continued whole or not at all: if its tokens are surer than the model's first ones recently
+        were, and it ends early enough. Example: the model alone yields 3.0 tokens; two looked-up tokens of chance .9
+        are followed by it: 1 + .9 + .81 + .81 * (3.0 - 1) = 4.33.
         """
-        batch, alone = text.length.shape[0], state.purse.tokens
+        batch, alone = text.length.shape[0], state.estimate.tokens
         nothing, hoped = Draft.empty(batch, 0), jnp.full((batch,), alone)
         reach = 0 if self.model is None else self.model.shape.max_prefix
         if self.text is None or not reach:
@@ -184,38 +204,65 @@ class Auto(Drafter):
         inside = jnp.arange(text.tokens.shape[1]) < text.length[:, None]
         chance = jnp.where(inside, state.chances.text.chance(text.confidence), 1.0)
         reached = jnp.cumprod(chance, axis=1)
-        behind = 1 + jnp.where(inside, reached, 0.0).sum(1) + reached[:, -1] * (alone - 1)
+        continued = 1 + jnp.where(inside, reached, 0.0).sum(1) + reached[:, -1] * (alone - 1)
         fits = (text.length > 0) & (text.length <= reach) & (text.length < committed.room)
-        begins = fits & (behind > alone) & (alone > 0) & (self.costs.ask == 0)
-        begun = text.replace(
+        begins = fits & (continued > alone) & (alone > 0) & (self.costs.ask == 0)
+        prefix = text.replace(
             tokens=text.tokens[:, :reach],
             confidence=text.confidence[:, :reach],
             length=jnp.where(begins, text.length, 0),
         )
-        return begun, jnp.where(begins, behind, hoped)
+        return prefix, jnp.where(begins, continued, hoped)
 
-    def _from_model(
-        self, state: AutoState, committed: Committed, asked: Bool[Array, ""], begun: Draft
-    ) -> tuple[Draft, Any]:
+    def _worth_asking(
+        self,
+        estimate: ThroughputEstimate,
+        at_hand: Float[Array, " widths"],
+        hoped: Float[Array, ""],
+        waits: Bool[Array, ""],
+    ) -> Bool[Array, ""]:
+        """Returns True if the tokens `hoped` of a model draft are worth more per second than those at hand without
+        it."""
         if self.model is None:
-            return self._empty(committed.length.shape[0]), state.model
-        known = self._known(state.model, state.chances)
-        running = committed.replace(running=committed.running & asked)
-        if begun.tokens.shape[1]:
-            draft, model_state = self.model.draft(known, running, begun)
-        else:
-            draft, model_state = self.model.draft(known, running)
-        return self._padded(draft), model_state
+            return jnp.bool_(False)
+        costs = self.costs.steps
+        rate = (at_hand / costs.verify)[self._best_width(estimate, at_hand)]
+        pays = (estimate.tokens == 0) | (hoped > rate * estimate.cost)
+        # The pass alone is at risk here: its tokens need not be verified.
+        draft = costs.draft * self._least_passes
+        cheapest = costs.verify[min(1, len(self.widths) - 1)] + draft
+        pays &= estimate.affords(1 + draft, 0.0, GAMBLE / cheapest**2)
+        return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
 
-    def _known(self, state: Any, chances: Chances) -> Any:
-        """The model's state: what is known of its confidences is what its rule goes by."""
+    def _offer_of_model(
+        self, state: AutoState, committed: Committed, ask: Bool[Array, ""], prefix: Draft
+    ) -> tuple[Offer, Any]:
+        draft, model_state = self._empty(committed.length.shape[0]), state.model
+        if self.model is not None:
+            informed = self._informed(state.model, state.chances)
+            running = committed.replace(running=committed.running & ask)
+            continued = (prefix,) if prefix.tokens.shape[1] else ()
+            draft, model_state = self.model.draft(informed, running, *continued)
+            draft = self._padded(draft)
+        return Offer(draft, self._tokens(state.chances, draft, committed)), model_state
+
+    def _informed(self, state: Any, chances: Chances) -> Any:
+        """Returns the model's state with the chances as the memory of its stopping rule."""
         return state.replace(memory=chances)
+
+    def _best_width(
+        self, estimate: ThroughputEstimate, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0
+    ) -> Int[Array, ""]:
+        """Returns the index of the affordable width with the most tokens per step; `spent` steps are spent anyway."""
+        verify = self.costs.steps.verify
+        affordable = estimate.affords(verify, tokens / jnp.maximum(tokens[0], 1e-6) - 1)
+        return jnp.argmax(jnp.where(affordable, tokens / (verify + spent), 0.0))
 
     def _empty(self, batch: int) -> Draft:
         return Draft.empty(batch, self.max_draft)
 
     def _padded(self, draft: Draft) -> Draft:
-        """In the buffers that the two sources share."""
+        """Returns the draft in the buffers that both sources share."""
         spare = ((0, 0), (0, self._empty(1).tokens.shape[1] - draft.tokens.shape[1]))
         return draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
 
@@ -224,54 +271,30 @@ class Auto(Drafter):
         return jnp.where(committed.running[:, None], tokens, 0.0)
 
     def _cut(self, chances: Calibration, draft: Draft, rows: Int[Array, ""], committed: Committed) -> Draft:
-        """What of the draft is verified in so many rows; while costs are measured, as much as they hold."""
+        """Returns the part of the draft that `rows` rows hold; while costs are measured, it fills them."""
         del chances
         whole = jnp.where(self.costs.rows > 0, jnp.minimum(self.max_draft, committed.room), draft.length)
         return draft.replace(length=jnp.where(committed.running, jnp.minimum(whole, rows - 1), 0))
 
     def _learned(self, chances: Chances, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:
-        """Of the model."""
+        """Returns the model's calibration after a round."""
         return chances.model.learned(draft, text, count, chances.begun)
 
     def _weight(self, ahead: Float[Array, " B"], running: Bool[Array, " B"]) -> Float[Array, " B"]:
-        """What a token of each row counts: less where a row is ahead of others that the batch waits for."""
+        """Returns the weight of a token of each row: smaller if the row is ahead of others that the batch waits for.
+
+        Example: two rows, one LEAD tokens ahead: weights 2 * softmax([-1, 0]) = .54 and 1.46.
+        """
         if self.rows_refilled:
             return running.astype(jnp.float32)
-        behind = jnp.where(running, -ahead / LEAD, jnp.finfo(jnp.float32).min)
-        return running.sum() * jax.nn.softmax(behind)
-
-    def _best(
-        self, purse: ThroughputEstimate, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0
-    ) -> Int[Array, ""]:
-        """The width with the most tokens a step, of those that the purse allows; `spent` is spent anyway."""
-        verify = self.costs.steps.verify
-        affordable = purse.allows(verify, tokens / jnp.maximum(tokens[0], 1e-6) - 1)
-        return jnp.argmax(jnp.where(affordable, tokens / (verify + spent), 0.0))
+        logits = jnp.where(running, -ahead / LEAD, jnp.finfo(jnp.float32).min)
+        return running.sum() * jax.nn.softmax(logits)
 
     def _someone_waits(self, committed: Committed) -> Bool[Array, ""]:
-        """Whether a row that was filled has no token yet: somebody waits for it, and a plain step is short."""
+        """Returns True if a filled row has no token yet: a plain step gives it one soonest."""
         if not self.rows_refilled:
             return jnp.bool_(False)
         return (committed.running & (committed.length == committed.prompt_length)).any()
-
-    def _asks(
-        self,
-        purse: ThroughputEstimate,
-        tokens: Float[Array, " widths"],
-        hoped: Float[Array, ""],
-        waits: Bool[Array, ""],
-    ) -> Bool[Array, ""]:
-        """Whether the tokens that are hoped of a draft of the model are worth more than those at hand without it."""
-        if self.model is None:
-            return jnp.bool_(False)
-        costs = self.costs.steps
-        at_hand = (tokens / costs.verify)[self._best(purse, tokens)]
-        pays = (purse.tokens == 0) | (hoped > at_hand * purse.cost)
-        # The pass alone is at risk here: what it drafts need not be verified.
-        draft = costs.draft * self._least_passes
-        cheapest = costs.verify[min(1, len(self.widths) - 1)] + draft
-        pays &= purse.allows(1 + draft, 0.0, GAMBLE / cheapest**2)
-        return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
 
     def commit(self, state: AutoState, outcome: Outcome) -> AutoState:
         running = outcome.before.running
@@ -285,8 +308,8 @@ class Auto(Drafter):
             gained = _least(ahead, left) - _least(state.ahead, running)
         right = running & (state.text_draft.length > 0) & (state.text_draft.tokens[:, 0] == text[:, 0])
         missed = jnp.where(state.refused, right.sum() / jnp.maximum(running.sum(), 1), 0.0)
-        purse = state.purse.paid(state.cost, 1 + gained, missed, jnp.maximum(running.sum(), 1))
-        state = state.replace(purse=purse, ahead=ahead)
+        estimate = state.estimate.after_round(state.cost, 1 + gained, missed, jnp.maximum(running.sum(), 1))
+        state = state.replace(estimate=estimate, ahead=ahead)
         chances = state.chances
         if self.text is not None:
             state = state.replace(text=self.text.commit(state.text, outcome))
@@ -294,22 +317,30 @@ class Auto(Drafter):
         if self.model is not None:
             draft = state.model_draft
             kept = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, emitted), text[:, : draft.tokens.shape[1]])
-            told = outcome.replace(draft=draft, agreed=kept)
-            state = state.replace(model=self.model.commit(state.model, told))
+            of_model = outcome.replace(draft=draft, agreed=kept)
+            state = state.replace(model=self.model.commit(state.model, of_model))
             chances = chances.replace(model=self._learned(chances, draft, text, emitted))
         return state.replace(chances=chances)
 
 
+def _total(weight: Float[Array, " B"], tokens: Float[Array, "B widths"]) -> Float[Array, " widths"]:
+    return (weight[:, None] * tokens).sum(0)
+
+
+def _forecast(tokens: Float[Array, " B"], seconds: Float[Array, ""], width: Int[Array, ""]) -> Forecast:
+    return Forecast(tokens, *(jnp.broadcast_to(value, tokens.shape) for value in (seconds, width)))
+
+
 def _least(values: Float[Array, " B"], among: Bool[Array, " B"]) -> Float[Array, ""]:
-    """0 where there are none."""
+    """Returns the smallest value `among` rows; 0 without any."""
     return jnp.where(among.any(), jnp.min(jnp.where(among, values, jnp.inf)), 0.0)
 
 
-def _chosen(first: Bool[Array, " B"], one: Draft, other: Draft) -> Draft:
-    """The rows of `one` where `first`, else of `other`."""
+def _better(first: Bool[Array, " B"], draft: Draft, other: Draft) -> Draft:
+    """Returns the rows of `draft` where `first`, else of `other`."""
 
-    def of(mine: Array, theirs: Array) -> Array:
-        return jnp.where(first.reshape(-1, *[1] * (mine.ndim - 1)), mine, theirs)
+    def rows(ours: Array, theirs: Array) -> Array:
+        return jnp.where(first.reshape(-1, *[1] * (ours.ndim - 1)), ours, theirs)
 
     fields = ("tokens", "confidence", "length")
-    return one.replace(**{name: of(getattr(one, name), getattr(other, name)) for name in fields})
+    return draft.replace(**{name: rows(getattr(draft, name), getattr(other, name)) for name in fields})

@@ -12,17 +12,23 @@ from failfast_jax.policy.expected_tokens import MODEL_CHANCES, Chances, Costs
 
 @flax.struct.dataclass
 class ExpectedGain(StopRule):
-    """Stop where another chunk would not raise the expected tokens per second (`auto`).
+    """Stops if another chunk would not raise the expected tokens per second (`auto`).
 
-    The next chunk is taken to be as sure as the newest one. The memory is the chances of the draft's confidences,
-    which `policy.auto_choice` keeps.
+    The next chunk is assumed to be as sure as the newest one. The memory holds the calibrated chances, which
+    `policy.auto_choice` keeps.
+
+    Example: chunk 2, two tokens of chance .9 drafted by one pass of 0.2 steps, a verify of 4 rows at 1.2 steps, of 8 at
+    1.5:
+
+        now       1 + .9 + .81 = 2.71 tokens           in 1.2 + 0.2 = 1.4 steps, 1.94 a step
+        further   2.71 + .81 * (.9 + .81) = 4.10       in 1.5 + 0.4 = 1.9 steps, 2.16 a step: the draft grows
     """
 
     costs: Costs
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
-    """Of the costs' verifies."""
+    """Widths of the verify costs."""
     prior: tuple[float, ...] = flax.struct.field(pytree_node=False, default=MODEL_CHANCES)
-    """Of the chances."""
+    """Prior chances of the model's tokens."""
 
     def init(self, batch: int) -> Chances:
         return Chances.of(batch, self.prior)

@@ -1,8 +1,8 @@
-"""What a round costs and what it will bring: the two sides of the method `auto`.
+"""Costs of a round and the tokens expected of it: the two sides of the method `auto`.
 
-Costs are measured seconds. What a draft brings follows from calibrated chances: of each drafted token, that the target
-agrees with it given that it agreed with those before. A round is worth its expected tokens per second, and a purse
-bounds what wrong expectations can cost: see docs/economics.md.
+Costs are measured seconds. Expected tokens follow from calibrated chances: of each drafted token, that the target
+agrees with it given that it agreed with those before. A round is worth its expected tokens per second, and the balance
+of `ThroughputEstimate` bounds the cost of wrong expectations: see docs/economics.md.
 """
 
 from __future__ import annotations
@@ -19,63 +19,68 @@ from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.picking import agreeing_prefix
 
 EDGES = (-4.5, -3.2, -2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.35, 3.0, 3.44)
-"""Log-odds between two bins of confidence. Those of a lookup are the logarithm of its match: 1, 2, 3, 4, 5, 7, 11, 21
-and 32 tokens begin a bin."""
+"""Log-odds at the borders between bins of confidence. A lookup's log-odds are the logarithm of its match length:
+matches of 1, 2, 3, 4, 5, 7, 11, 21 and 32 tokens begin a bin."""
 BINS = len(EDGES) + 1
 TEXT_CHANCES = (0.12, 0.12, 0.12, 0.17, 0.2, 0.22, 0.45, 0.5, 0.58, 0.7, 0.82, 0.95, 0.97, 0.99)
-"""Prior chances of what followed earlier places of the text, by bin: between what was seen in code and in chat."""
+"""Prior chances of tokens looked up in the text, per bin: between those measured on code and on chat."""
 MODEL_CHANCES = (0.01, 0.03, 0.08, 0.17, 0.28, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.87, 0.9, 0.95)
-"""Likewise of a model's drafts: a little below what the confidence says."""
+"""Prior chances of a model's tokens, per bin: a little below their confidence."""
 PRIOR_TRIALS = 8.0
-"""Trials of its own after which a sequence believes itself as much as the prior."""
+"""Weight of the prior: after this many trials in a bin, a sequence's counts weigh as much."""
 MEMORY = 0.99
-"""What is left of a trial after another round with trials in its bin's source."""
+"""Factor by which trials are discounted after each round with newer ones of their source."""
 STAKE = 0.01
-"""Share of the time that one sequence may lose to drafts that fail."""
+"""Share of the time that a sequence may lose to drafts that fail."""
 CREDIT = 2.0
-"""Steps that one sequence may lose before anything was won."""
+"""Plain steps that a sequence may lose before it has gained any."""
 HINDSIGHT = 0.1
-"""Steps that a draft of the text earns which would have paid, could not be paid, and turned out to begin rightly."""
+"""Steps credited for a lookup that would have paid, was not affordable, and turned out to begin rightly."""
 GAMBLE = 0.35
-"""Share of the purse that the least of a model's drafts may cost (a pass; of a tree all of them), as nobody knows what
-it drafts before it is made; over the square of what the cheapest round costs that uses its draft, in plain steps: where
-rows are dear, few drafts will be used."""
+"""Share of the balance that a model's shortest draft may cost (one pass; all passes of a tree), since its tokens are
+unknown before it is made. It is divided by the square of the cost, in plain steps, of the cheapest round that uses the
+draft: where rows are expensive, few drafts will be used."""
 LEAD = 4.0
-"""Tokens that a row of a batch must be ahead of another one for its next token to count 1/e of the other's."""
+"""Lead in tokens at which a row's next token counts 1/e of that of the row behind it."""
 RECENT = 0.1
-"""Weight of the newest round with a draft of the model in what is hoped of the next one."""
+"""Weight of the newest model draft in the expectation of the next one."""
 CURIOSITY = 0.01
-"""By how much hopes rise with each round in which the model is not asked."""
+"""Share by which the expected cost of asking the model falls in each round without it, so that it is tried again."""
 
 
 @flax.struct.dataclass
 class Costs:
-    """Seconds that a batch's rounds take on a machine. Traced: other costs need no compilation."""
+    """Seconds of a batch's rounds on a machine. Traced: other costs need no compilation."""
 
     verify: Float[Array, " widths"]
-    """A whole round that verifies each of the plan's widths, in which no model is asked for drafts."""
+    """A whole round without the model's draft, per verify width of the plan."""
     draft: Float[ArrayLike, ""]
-    """What a pass of the drafter adds to it."""
+    """One pass of the drafter."""
     rows: Int[ArrayLike, ""]
-    """For measuring: verify so many rows in every round; 0: those that pay."""
+    """For measuring: rows to verify in every round; 0: those that pay."""
     ask: Int[ArrayLike, ""]
-    """For measuring: 1 asks the model in every round, -1 in none; 0: where it pays."""
+    """For measuring: 1 asks the model in every round, -1 in none; 0: if it pays."""
 
     @property
     def steps(self) -> Costs:
-        """In plain steps: rounds that verify one row."""
+        """The costs in plain steps: rounds that verify one row."""
         verify = jnp.asarray(self.verify)
         return self.replace(verify=verify / verify[0], draft=self.draft / verify[0])
 
     @classmethod
     def flat(cls, widths: int) -> Costs:
-        """Of a machine on which every width costs the same, and drafts nothing."""
-        return cls(np.ones(widths, np.float32), np.float32(0), np.int32(0), np.int32(0))
+        """Returns the costs of a machine on which all widths cost the same and drafts nothing."""
+        return cls.of(np.ones(widths), 0.0)
+
+    @classmethod
+    def of(cls, verify: ArrayLike | Sequence[float], draft: ArrayLike, rows: int = 0, ask: int = 0) -> Costs:
+        """Returns costs in the types that the programs are compiled for."""
+        return cls(np.asarray(verify, np.float32), np.float32(draft), np.int32(rows), np.int32(ask))
 
 
 @flax.struct.dataclass
 class Calibration:
-    """How often tokens of each confidence were accepted, given those before them: of one source, by sequence."""
+    """Counts of one source's tokens per bin of confidence, and how many were accepted given those before them."""
 
     accepted: Float[Array, "B bins"]
     tried: Float[Array, "B bins"]
@@ -83,69 +88,67 @@ class Calibration:
 
     @classmethod
     def of(cls, batch: int, prior: tuple[float, ...]) -> Calibration:
-        """Nothing tried."""
+        """Returns counts of zero."""
         zeros = jnp.zeros((batch, BINS))
         return cls(accepted=zeros, tried=zeros, prior=prior)
 
     def chance(self, confidence: Float[Array, "B M"]) -> Float[Array, "B M"]:
-        """Of acceptance, given that everything before is accepted."""
+        """Returns each token's chance of acceptance, given that all before it are accepted."""
         chances = (self.accepted + PRIOR_TRIALS * jnp.asarray(self.prior)) / (self.tried + PRIOR_TRIALS)
         return jnp.sum(_bins(confidence) * chances[:, None], axis=-1)
 
     def learned(
-        self, draft: Draft, emitted: Int[Array, "B M"], count: Int[Array, " B"], given: Int[ArrayLike, "*B"] = 0
+        self, draft: Draft, emitted: Int[Array, "B M"], count: Int[Array, " B"], prefix: Int[ArrayLike, "*B"] = 0
     ) -> Calibration:
-        """After a round that emitted the first `count` tokens of `emitted`, whether the draft was verified or not.
+        """Returns the counts after a round that emitted the first `count` tokens of `emitted`, verified or not.
+
+        Example: a draft `p q r s` and a text `p q x y`: three trials, of which two were accepted; `s` was not on trial.
 
         Args:
-          given: first tokens of the draft that are another source's.
+          prefix: leading tokens of the draft that are another source's.
         """
         length = jnp.minimum(draft.length, count)
         agreed = agreeing_prefix(draft.tokens, length, emitted)
         columns = jnp.arange(draft.tokens.shape[1])
-        own = columns >= jnp.reshape(given, (-1, 1))
-        tried = own & (columns < jnp.minimum(agreed + 1, length)[:, None])
-        return self.counted(draft.confidence, tried, own & (columns < agreed[:, None]), tried.any(1))
+        counts = columns >= jnp.reshape(prefix, (-1, 1))
+        tried = counts & (columns < jnp.minimum(agreed + 1, length)[:, None])
+        return self.counted(draft.confidence, tried, counts & (columns < agreed[:, None]))
 
     def counted(
-        self,
-        confidence: Float[Array, "B M"],
-        tried: Bool[Array, "B M"],
-        accepted: Bool[Array, "B M"],
-        drafted: Bool[Array, " B"],
+        self, confidence: Float[Array, "B M"], tried: Bool[Array, "B M"], accepted: Bool[Array, "B M"]
     ) -> Calibration:
-        """With these trials, of the sequences that `drafted`."""
-        bins, left = _bins(confidence), jnp.where(drafted, MEMORY, 1.0)[:, None]
+        """Returns the counts with these trials; in sequences with trials, older ones are discounted."""
+        bins, left = _bins(confidence), jnp.where(tried.any(1), MEMORY, 1.0)[:, None]
         new = (jnp.sum(bins * of[..., None], axis=1) for of in (accepted, tried))
         return Calibration(*(old * left + more for old, more in zip((self.accepted, self.tried), new)), self.prior)
 
 
 @flax.struct.dataclass
 class Chances:
-    """Of the tokens of a model's drafts, which may begin with tokens of the text's."""
+    """Calibrations of both sources, for a model's drafts that may begin with tokens of the text."""
 
     text: Calibration
     model: Calibration
     begun: Int[Array, " B"]
-    """How many tokens of each draft are the text's."""
+    """Leading tokens of each draft that come from the text."""
 
     @classmethod
     def of(cls, batch: int, prior: tuple[float, ...] = MODEL_CHANCES) -> Chances:
-        """Nothing tried, nothing begun; `prior`: of the model's tokens."""
+        """Returns counts of zero and no prefix; `prior`: the chances of the model's tokens."""
         calibrations = (Calibration.of(batch, chances) for chances in (TEXT_CHANCES, prior))
         return cls(*calibrations, begun=jnp.zeros((batch,), jnp.int32))
 
     def chance(self, confidence: Float[Array, "B M"]) -> Float[Array, "B M"]:
-        """Of acceptance, given that everything before is accepted."""
+        """Returns each token's chance of acceptance, given that all before it are accepted."""
         begins = jnp.arange(confidence.shape[1]) < self.begun[:, None]
         return jnp.where(begins, self.text.chance(confidence), self.model.chance(confidence))
 
 
 def observed(drafts: Iterable[tuple[Sequence[float], int]]) -> list[float]:
-    """Chances by bin of confidence that fit what was seen, to begin with the next time.
+    """Returns prior chances per bin that fit recorded drafts.
 
     Args:
-      drafts: of each the confidences of its tokens, and how many of them were accepted.
+      drafts: the confidences of each draft's tokens, and the number of accepted ones.
     """
     tried, right = np.zeros(BINS), np.zeros(BINS)
     for confidence, accepted in drafts:
@@ -158,21 +161,21 @@ def observed(drafts: Iterable[tuple[Sequence[float], int]]) -> list[float]:
 
 
 def calibration_error(confidence: Sequence[float], right: Sequence[bool]) -> float | None:
-    """Expected calibration error: how far confidence and the share of right tokens lie apart in ten equal bins, each
-    as heavy as its tokens are many; None without tokens."""
-    says, right = np.asarray(confidence, float), np.asarray(right, float)
-    which = np.clip((says * 10).astype(int), 0, 9)
-    apart = np.abs(np.bincount(which, right - says, minlength=10)).sum()
-    return float(apart / len(says)) if len(says) else None
+    """Returns the expected calibration error: the distance between mean confidence and accuracy in ten equal bins,
+    weighted by their tokens; None without tokens."""
+    confidence, right = np.asarray(confidence, float), np.asarray(right, float)
+    bins = np.clip((confidence * 10).astype(int), 0, 9)
+    distance = np.abs(np.bincount(bins, right - confidence, minlength=10)).sum()
+    return float(distance / len(confidence)) if len(confidence) else None
 
 
 def _bounds() -> np.ndarray:
-    """Confidences between two bins."""
+    """Returns the confidences at the borders between bins."""
     return 1 / (1 + np.exp(-np.asarray(EDGES, np.float32)))
 
 
 def _bins(confidence: Float[Array, "B M"]) -> Float[Array, "B M bins"]:
-    """One-hot."""
+    """Returns the bin of each confidence, one-hot."""
     bounds = _bounds()
     above = confidence[..., None] >= jnp.asarray(np.append(-np.inf, bounds))
     below = confidence[..., None] < jnp.asarray(np.append(bounds, np.inf))
@@ -182,7 +185,11 @@ def _bins(confidence: Float[Array, "B M"]) -> Float[Array, "B M bins"]:
 def expected_tokens(
     chance: Float[Array, "B M"], length: Int[Array, " B"], widths: tuple[int, ...]
 ) -> Float[Array, "B widths"]:
-    """Tokens that each sequence expects of a round that verifies the beginning of its draft, by width."""
+    """Returns the tokens that each sequence expects of a round, per verify width.
+
+    Example: chances .8 .5 .5 of a draft of 3, widths 1 2 4. The chance to reach each token is .8 .4 .2, so that the
+    widths promise 1, 1 + .8 and 1 + .8 + .4 + .2 tokens: 1.0 1.8 2.4.
+    """
     inside = jnp.arange(chance.shape[1]) < length[:, None]
     reached = jnp.cumsum(jnp.cumprod(jnp.where(inside, chance, 0.0), axis=1), axis=1)
     reached = jnp.pad(reached, ((0, 0), (1, 0)))
@@ -191,35 +198,40 @@ def expected_tokens(
 
 @flax.struct.dataclass
 class ThroughputEstimate:
-    """What `auto` has won in a batch and hopes for. Time is in plain steps of the batch."""
+    """Running totals of a batch, in plain steps: the balance that drafts may lose, and the recent yield of the model.
 
-    steps: Float[Array, ""]
-    """Won over plain decoding, plus the stake: what drafts may lose at worst."""
+    Example: a balance of 2.0; a round that costs 1.9 steps and advances the batch by 3 tokens raises it to 3.1.
+    """
+
+    balance: Float[Array, ""]
+    """Steps gained over plain decoding, plus the stake: the most that drafts may lose."""
     tokens: Float[Array, ""]
-    """What each sequence expected of rounds whose drafts were the model's, of late; 0: it was never asked."""
+    """Tokens that a sequence expected of recent rounds with the model's drafts; 0: the model was never asked."""
     cost: Float[Array, ""]
-    """Steps that such a round took."""
+    """Steps of such a round."""
 
     @classmethod
-    def full(cls, batch: int = 1) -> ThroughputEstimate:
-        """Before the first round. The more sequences, the more drafts a round shows: fewer rounds need be risked."""
+    def initial(cls, batch: int = 1) -> ThroughputEstimate:
+        """Returns the estimate before the first round. The credit is shared: more sequences show more drafts a
+        round."""
         return cls(jnp.float32(CREDIT / batch), jnp.float32(0), jnp.float32(0))
 
-    def allows(
+    def affords(
         self, cost: Float[Array, "*widths"], gain: Float[ArrayLike, "*widths"], share: Float[ArrayLike, ""] = 1.0
     ) -> Bool[Array, "*widths"]:
-        """Whether a share of the purse covers what a round of that cost risks.
+        """Returns True if a share of the balance covers the risk of a round of that cost.
 
-        Args:
-          gain: tokens that each sequence expects beyond a plain step's. The more of them it takes to break even, the
-            more of the extra time is at risk.
+        The more of the tokens that each sequence expects beyond a plain step's (`gain`) it takes to break even, the
+        more of the extra time is at risk. Example: cost 1.6, gain 1.2: half of the 0.6 extra steps is at risk, 0.3.
         """
         extra = cost - 1
         risk = jnp.clip(extra / jnp.maximum(gain, 1e-6), 0, 1)
-        return extra * risk <= share * self.steps
+        return extra * risk <= share * self.balance
 
-    def hoping(self, asked: Bool[Array, ""], tokens: Float[Array, ""], cost: Float[Array, ""]) -> ThroughputEstimate:
-        """After a draft of the model that expects `tokens` of a round of that cost, or a round without one."""
+    def after_draft(
+        self, asked: Bool[Array, ""], tokens: Float[Array, ""], cost: Float[Array, ""]
+    ) -> ThroughputEstimate:
+        """Returns the estimate after a model draft that promises `tokens` for a round of that cost, or after none."""
         weight = jnp.where(self.tokens > 0, RECENT, 1.0)
         newer = [old + weight * (new - old) for old, new in ((self.tokens, tokens), (self.cost, cost))]
         return self.replace(
@@ -227,17 +239,17 @@ class ThroughputEstimate:
             cost=jnp.where(asked, newer[1], self.cost * (1 - CURIOSITY)),
         )
 
-    def paid(
+    def after_round(
         self,
         cost: Float[Array, ""],
         tokens: Float[Array, ""],
         missed: Float[ArrayLike, ""] = 0.0,
         running: Int[ArrayLike, ""] = 1,
     ) -> ThroughputEstimate:
-        """After a round of that cost that brought the batch as far as so many plain steps.
+        """Returns the estimate after a round of that cost, which advanced the batch by `tokens` plain steps.
 
         Args:
-          missed: share of the rows whose drafts were right and could not be paid.
-          running: sequences that share the stake, as a round shows the drafts of all of them.
+          missed: share of the rows whose lookups were right and not affordable.
+          running: sequences that share the stake, since a round shows the drafts of all of them.
         """
-        return self.replace(steps=self.steps + tokens - (1 - STAKE / running) * cost + HINDSIGHT * missed)
+        return self.replace(balance=self.balance + tokens - (1 - STAKE / running) * cost + HINDSIGHT * missed)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from failfast_jax.decoding import diffusion_decoding, draft_states
+from failfast_jax.decoding.diffusion_decoding import BlockSchedule
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.errors import PromptError
 from failfast_jax.models.transformer import Decoder
@@ -23,7 +24,7 @@ class DiffusionSession(Session):
       threshold: confidence from which on a pass keeps a token.
       graph: draft states that every pass runs beside the block, see `decoding.draft_states`; None: none.
       released_length: see `diffusion_decoding.blocks_to_write`.
-      static: settings of `diffusion_decoding.step`.
+      schedule: static settings of the passes.
     """
 
     stream_rounds = 8
@@ -37,14 +38,15 @@ class DiffusionSession(Session):
         threshold: float,
         graph: np.ndarray | None = None,
         released_length: bool = False,
-        **static: int | bool | None,
+        *,
+        schedule: BlockSchedule,
     ):
         self.config, self.block, self.released_length = model.config, model.config.block_size, released_length
-        self.threshold, self.small_block = np.float32(threshold), static["small_block"]
+        self.threshold, self.small_block = np.float32(threshold), schedule.small_block
         self.graph = None if graph is None else draft_states.padded(graph, self.block)
         states = None if graph is None else len(self.graph)
         start = functools.partial(_start_diffusion, states=states, small_block=self.small_block)
-        advance = functools.partial(_advance_diffusion, **static)
+        advance = functools.partial(_advance_diffusion, schedule=schedule)
         super().__init__(executables, placement, (model,), shape, start, advance)
 
     def _inputs(self, requests):
@@ -63,7 +65,7 @@ class DiffusionSession(Session):
         if not all(blocks):
             raise PromptError(f"no whole block of {self.block} fits after the prompt within {self.capacity} tokens")
         counts = {"max_blocks": np.asarray(blocks, np.int32), "limit": np.asarray(limits, np.int32)}
-        return self._prompts(requests) | counts
+        return {"prompts": self._prompts(requests), **counts}
 
     def _chunks(self, prompt_tokens, begin=0):
         if begin:
@@ -109,6 +111,7 @@ def _prefill_diffusion(model, state, at, *, width, placement):
         return placement(diffusion_decoding.prefill_chunk(model, state, at, width=width))
 
 
-def _advance_diffusion(model, state, threshold, graph, most, until_any, *, placement, **static):
+def _advance_diffusion(model, state, threshold, graph, most, until_any, *, placement, schedule):
     step = diffusion_decoding.step if graph is None else functools.partial(draft_states.step, graph=graph)
-    return placement(diffusion_decoding.generate(model, state, threshold, most, until_any, step=step, **static))
+    generated = diffusion_decoding.generate(model, state, threshold, most, until_any, schedule=schedule, step=step)
+    return placement(generated)

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from failfast_jax.decoding.diffusion_decoding import BlockSchedule
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.exact_widths import WidthCheck
 from failfast_jax.decoding.placement import StatePlacement
@@ -216,7 +217,7 @@ class Runtime:
           model: None: the target; or its weights under another block size.
           batch: rows; a multiple of the data-parallel groups.
           capacity: tokens of a row, see `capacity`.
-          threshold: see `decoding.diffusion_decoding.step`.
+          threshold: confidence above which a pass fills a position.
           released_length: see `decoding.diffusion_decoding.blocks_to_write`.
           graph: draft states to run beside the block, see `decoding.draft_states`; None: plain decoding.
           schedule: `small_block` (8), which divides the block size, and `block_cache` (False): passes may run over the
@@ -230,7 +231,7 @@ class Runtime:
             threshold,
             graph,
             released_length,
-            **{"small_block": 8, "block_cache": False, **schedule},
+            schedule=BlockSchedule(**schedule),
         )
         session.compile_loop()
         return session

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from failfast_jax.decoding.decode_state import FINISHED_LENGTH, DecodeState, Logprobs, RoundLog
+from failfast_jax.decoding.decode_state import FINISHED_LENGTH, DecodeState, Logprobs, RoundLog, Tree
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.results import Round, RowLog, TokenLogprob
@@ -94,18 +94,28 @@ def rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
                 accepted=int(log.accepted[row, index]),
                 emitted=output[done : done + emitted],
                 passes=int(log.passes[row, index]),
-                tree=log.tree_of(row, index),
-                **log.weighed(row, index),
+                tree=_tree_of(log.tree, (row, index)),
+                expected=None if log.forecast is None else float(log.forecast.tokens[row, index]),
+                seconds=None if log.forecast is None else float(log.forecast.seconds[row, index]),
             )
         )
         done += emitted
     return rounds
 
 
+def _tree_of(trees: Tree | None, entry: tuple[int, int]) -> dict[str, list[int]] | None:
+    """Returns the form of `results.Round.tree`; None if nothing was drafted."""
+    if trees is None or not trees.size[entry]:
+        return None
+    nodes = *entry, slice(int(trees.size[entry]))
+    return {"tokens": trees.tokens[nodes].tolist(), "parent": (trees.parent[nodes] - 1).tolist()}
+
+
 def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
     """A row's rounds and passes, from a log on the host."""
     rounds = rounds_of(log, row, output)
-    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]))
+    widths = None if log.forecast is None else log.forecast.width[row, : len(rounds)].tolist()
+    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]), widths)
 
 
 def logprobs_of(logprobs: Logprobs, row: int, begin: int, end: int) -> list[TokenLogprob]:

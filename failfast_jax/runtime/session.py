@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from failfast_jax import decoding
-from failfast_jax.decoding.decode_state import DecodeState, Draft, Sampling, Verified
+from failfast_jax.decoding.decode_state import DecodeState, Draft, Prompts, Sampling, Verified
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.width_plan import Plan, prefill_parts, prefill_schedule
@@ -282,7 +282,7 @@ class Session:
 
         return tuple(single != double for single, double in zip(lengths(1), lengths(2)))
 
-    def _prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
+    def _prompts(self, requests: Sequence[Request]) -> Prompts:
         tokens = np.zeros((len(requests), self.capacity), np.int32)
         for row, request in enumerate(requests):
             if not 1 <= len(request.prompt) <= self.capacity:
@@ -292,18 +292,18 @@ class Session:
         def column(name: str, dtype: Any) -> np.ndarray:
             return np.asarray([getattr(request, name) for request in requests], dtype)
 
-        return {
-            "tokens": tokens,
-            "prompt_length": np.asarray([len(request.prompt) for request in requests], np.int32),
-            "eos": np.asarray([decoding.stop_tokens(tuple(request.eos))[0] for request in requests], np.int32),
-            "sampling": Sampling(
+        return Prompts(
+            tokens=tokens,
+            length=np.asarray([len(request.prompt) for request in requests], np.int32),
+            eos=np.asarray([decoding.stop_tokens(tuple(request.eos))[0] for request in requests], np.int32),
+            sampling=Sampling(
                 temperature=column("temperature", np.float32),
                 top_k=column("top_k", np.int32),
                 top_p=column("top_p", np.float32),
                 seed=column("seed", np.uint32),
                 sequence=column("sequence", np.int32),
             ),
-        }
+        )
 
 
 class DraftSession(Session):
@@ -354,7 +354,7 @@ class DraftSession(Session):
 
     def _inputs(self, requests):
         limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
-        return self._prompts(requests) | {"max_new_tokens": limits}
+        return {"prompts": self._prompts(requests), "max_new_tokens": limits}
 
     def _chunks(self, prompt_tokens, begin=0):
         calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)

@@ -13,7 +13,8 @@ from tiny_models import VOCAB, diffusion_config, random_model, sampling
 
 from failfast_jax import GenerationConfig
 from failfast_jax.decoding import diffusion_decoding
-from failfast_jax.decoding.decode_state import MAX_EOS_TOKENS
+from failfast_jax.decoding.decode_state import MAX_EOS_TOKENS, Prompts
+from failfast_jax.decoding.diffusion_decoding import BlockSchedule
 
 DLLM = {"method": "dllm", "small_block_size": 4, "ignore_eos": True}
 SMALL, BLOCK, PART = 5, 4, 4
@@ -73,17 +74,10 @@ def sampled_blocks(model, threshold):
     def answer(sequence):
         options = sampling(1, TEMPERATURE, 0, TOP_P, seed=7, sequence=sequence)
         ends = {"max_blocks": np.ones(1, np.int32), "limit": np.full(1, 2 * BLOCK, np.int32)}
-        ends["eos"] = np.full((1, MAX_EOS_TOKENS), -1, np.int32)
-        lengths = np.full(1, BLOCK, np.int32)
-        state = diffusion_decoding.init_state(
-            model,
-            tokens=np.asarray([PROMPT], np.int32),
-            prompt_length=lengths,
-            sampling=options,
-            capacity=2 * BLOCK,
-            **ends,
-        )
-        state = diffusion_decoding.generate(model, state, threshold, 99, small_block=PART, block_cache=False)
+        eos, lengths = np.full((1, MAX_EOS_TOKENS), -1, np.int32), np.full(1, BLOCK, np.int32)
+        prompts = Prompts(np.asarray([PROMPT], np.int32), lengths, eos, options)
+        state = diffusion_decoding.init_state(model, prompts, capacity=2 * BLOCK, **ends)
+        state = diffusion_decoding.generate(model, state, threshold, 99, schedule=BlockSchedule(PART))
         return state.text[0, BLOCK : 2 * BLOCK]
 
     return jax.lax.map(answer, np.arange(SAMPLES), batch_size=500)

@@ -101,11 +101,11 @@ def test_the_module_docstring_runs():
         "jnp": jnp,
         "target": models().target,
         "drafter": make_drafter("vanilla"),
-        "prompts": jnp.asarray(tokens),
+        "tokens": jnp.asarray(tokens),
         "lengths": jnp.asarray(lengths),
-        "limits": jnp.asarray([30, 40]),
+        "max_new_tokens": jnp.asarray([30, 40]),
     }
-    example = decoding.__doc__.split("as they are:\n", 1)[1].split("Where to find")[0]
+    example = decoding.__doc__.split("like any other:\n", 1)[1].split("Modules:")[0]
     exec(textwrap.dedent(example), names)
     # The example stops at the model's stop token; vanilla_state() does not.
     for got, whole in zip(outputs(names["state"]), outputs(vanilla_state())):

@@ -211,7 +211,7 @@ def test_chances_of_nodes_become_what_is_seen():
 
     def learn(chances: Calibration, text: Array) -> tuple[Calibration, None]:
         tried, right = trials(tree, text[None], jnp.asarray([2]))
-        return chances.counted(tree.confidence, tried, right, tried.any(1)), None
+        return chances.counted(tree.confidence, tried, right), None
 
     learned, _ = jax.lax.scan(learn, Calibration.of(1, MODEL_CHANCES), texts)
     np.testing.assert_allclose(learned.chance(tree.confidence)[0], [0.5, 0.3, 0.7], atol=0.1)

@@ -21,7 +21,7 @@ from tiny_models import VOCAB, committed, diffusion_config, outcome, random_mode
 from failfast_jax import GenerationConfig
 from failfast_jax.decoding import BelowThreshold, Drafter
 from failfast_jax.decoding.decode_state import Committed
-from failfast_jax.decoding.unmasking import most_confident
+from failfast_jax.decoding.unmasking import to_fill
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.specdiff import SpecDiff
@@ -260,7 +260,7 @@ def test_ties_are_filled_from_the_left():
     confidence = np.asarray([[0.5, 0.9, 0.5, 0.9, 0.5]])
     masked = np.asarray([[True, True, True, False, True]])
     for count, expected in ((0, []), (1, [1]), (2, [0, 1]), (3, [0, 1, 2]), (9, [0, 1, 2, 4])):
-        assert np.flatnonzero(most_confident(confidence, masked, count)[0]).tolist() == expected
+        assert np.flatnonzero(to_fill(confidence, masked, least=count)[0]).tolist() == expected
 
 
 def test_specdiff_of_one_step_is_one_pass_of_a_fixed_length():

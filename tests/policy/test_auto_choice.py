@@ -97,16 +97,18 @@ UNIT = st.floats(2**-6, 0.9990234375, width=32)
     chances=st.lists(st.lists(UNIT, min_size=LONGEST, max_size=LONGEST), min_size=2, max_size=2),
     lengths=st.lists(st.integers(0, LONGEST), min_size=2, max_size=2),
     steps=st.lists(st.floats(0, 2, width=32), min_size=3, max_size=3),
-    purse=st.floats(0, 20, width=32),
+    balance=st.floats(0, 20, width=32),
     ahead=st.lists(st.integers(0, 20), min_size=2, max_size=2),
     refilled=st.booleans(),
 )
-def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse, ahead, refilled):
+def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, balance, ahead, refilled):
     verify = np.cumsum([1.0, *steps])
     drafter = economic(Given(confidence=jnp.asarray(chances), length=jnp.asarray(lengths)), None, costs(verify * 0.02))
     drafter = drafter.refilled() if refilled else drafter
     state = drafter.init(2, 64)
-    state = state.replace(purse=state.purse.replace(steps=jnp.float32(purse)), ahead=jnp.asarray(ahead, jnp.float32))
+    state = state.replace(
+        estimate=state.estimate.replace(balance=jnp.float32(balance)), ahead=jnp.asarray(ahead, jnp.float32)
+    )
     draft, _ = draw(drafter, state, committed(2))
 
     counts = np.exp(-np.asarray(ahead) / LEAD)
@@ -117,15 +119,15 @@ def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse, a
         emitted = [1 + np.cumprod(sure[row][: min(lengths[row], width - 1)]).sum() for row in range(2)]
         tokens = counts @ emitted
         risk = min((cost - 1) / max(tokens / 2 - 1, 1e-6), 1)
-        values.append(tokens / cost if (cost - 1) * risk <= purse - 1e-4 or width == 1 else 0)
+        values.append(tokens / cost if (cost - 1) * risk <= balance - 1e-4 or width == 1 else 0)
     chosen = max(draft.length.tolist())
     needed = next(at for at, width in enumerate(WIDTHS) if width > chosen)
-    assert float(counts @ draft.expected) / float(draft.seconds) * 0.02 >= 0.999 * max(values)
-    assert 0.02 * verify[needed] <= float(draft.seconds) * 1.001
+    assert float(counts @ draft.forecast.tokens) / float(draft.forecast.seconds[0]) * 0.02 >= 0.999 * max(values)
+    assert 0.02 * verify[needed] <= float(draft.forecast.seconds[0]) * 1.001
     kept = [min(length, chosen) for length in lengths]
     assert draft.length.tolist() == kept
     brought = [1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)]
-    np.testing.assert_allclose(draft.expected, brought, rtol=1e-4)
+    np.testing.assert_allclose(draft.forecast.tokens, brought, rtol=1e-4)
 
 
 def test_a_first_token_waits_for_no_draft():
@@ -193,7 +195,7 @@ def test_chances_that_were_observed_are_a_prior():
 def run(drafter: Auto, agrees: bool, rounds: int, purse: float = CREDIT) -> tuple[list[int], list[float], list[int]]:
     """Lengths and costs of rounds whose drafts are all right, or all wrong, and the model's passes."""
     state, at = drafter.init(1, 4096), 20
-    state = state.replace(purse=state.purse.replace(steps=jnp.float32(purse)))
+    state = state.replace(estimate=state.estimate.replace(balance=jnp.float32(purse)))
     lengths, seconds, passes = [], [], []
 
     @jax.jit
@@ -210,7 +212,7 @@ def run(drafter: Auto, agrees: bool, rounds: int, purse: float = CREDIT) -> tupl
         before = committed(1, at, 4096)
         draft, state = one(state, before, before, agrees)
         lengths.append(int(draft.length[0]))
-        seconds.append(float(draft.seconds))
+        seconds.append(float(draft.forecast.seconds[0]))
         passes.append(int(draft.passes[0]))
         at += lengths[-1] + 1 if agrees else 1
     return lengths, seconds, passes
@@ -257,7 +259,7 @@ def test_a_batch_drafts_only_what_pays_for_all():
     table = costs([1, 2, 3, 4])
     alone = Given(confidence=sure, length=jnp.asarray([LONGEST, 0, 0, 0]))
     drafter = economic(alone, None, table)
-    rich = drafter.init(4, 64).replace(purse=ThroughputEstimate.full().replace(steps=jnp.float32(50)))
+    rich = drafter.init(4, 64).replace(estimate=ThroughputEstimate.initial().replace(balance=jnp.float32(50)))
     assert draw(drafter, rich, committed(4))[0].length.tolist() == [0] * 4
     all_sure = economic(Given(confidence=jnp.full((4, LONGEST), 0.97), length=jnp.full((4,), LONGEST)), None, table)
     assert draw(all_sure, rich, committed(4))[0].length.tolist() == [LONGEST] * 4
@@ -292,7 +294,7 @@ def test_a_model_continues_text_that_is_surer_than_its_own_first_tokens(confiden
     model = Behind(confidence=jnp.full((2, LONGEST), 0.9), length=jnp.full(2, LONGEST), cost=1)
     drafter = economic(text, model, costs([1, 1, 1, 1]))
     state = drafter.init(2, 64)
-    state = state.replace(purse=state.purse.replace(tokens=jnp.float32(hoped), cost=jnp.float32(1e-3)))
+    state = state.replace(estimate=state.estimate.replace(tokens=jnp.float32(hoped), cost=jnp.float32(1e-3)))
     _, after = draw(drafter, state, committed(2))
     for row, length in enumerate(lengths):
         chance = float(state.chances.text.chance(sure)[row, 0])
@@ -309,7 +311,7 @@ def test_the_model_learns_only_of_its_own_tokens():
     model = Behind(confidence=jnp.full((1, LONGEST), 0.6), length=jnp.full(1, LONGEST), cost=1)
     drafter = economic(text, model, costs([1, 1, 1, 1]))
     state = drafter.init(1, 64)
-    state = state.replace(purse=state.purse.replace(tokens=jnp.float32(1.1), cost=jnp.float32(1e-3)))
+    state = state.replace(estimate=state.estimate.replace(tokens=jnp.float32(1.1), cost=jnp.float32(1e-3)))
     draft, state = draw(drafter, state, committed(1))
     assert state.chances.begun.tolist() == [3]
     before = committed(1)
@@ -348,7 +350,7 @@ def purse_after(drafter: Auto, emitted: list[list[int]], running: list[list[bool
         stake += STAKE / int(before.running.sum())
         state = drafter.commit(state, Outcome(before, after, Draft.empty(rows, 0), agreed, jnp.zeros((rows, 1, 0, 1))))
         before = after
-    return float(state.purse.steps) - CREDIT / rows - stake
+    return float(state.estimate.balance) - CREDIT / rows - stake
 
 
 def test_a_list_of_prompts_waits_for_its_slowest_row():

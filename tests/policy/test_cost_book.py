@@ -111,10 +111,10 @@ def test_costs_that_drift_are_measured_again(cache):
     book.price(work)
     done = RoundCounts((1, *[0] * (len(work.plan.widths) - 1)), 0)
     for took in (1.9, 2.0, 1.0, 2.0, 0.5):  # two in a row do not count
-        book.check(work, done, took)
+        book.correct(work, done, took)
         book.price(work)
     assert len(counted) == 1
-    book.check(work, done, 2.0)
+    book.correct(work, done, 2.0)
     book.price(work)
     assert len(counted) == 2
     CostBook().price(work)
@@ -140,46 +140,25 @@ def test_costs_follow_what_answers_take(cache):
     book.price(work)
     done = RoundCounts((40, *[0] * (len(work.plan.widths) - 1)), 7)
     expected = float(done.spent(book.price(work)[0].drafter.costs).sum())
-    book.check(work, done, 1.02 * expected)
+    book.correct(work, done, 1.02 * expected)
     assert (
         book.price(work)[1]["verify"]["1"] > 1 and json.loads(path.read_text())["costs"][work.key]["verify"]["1"] == 1
     )
     for _ in range(12):
-        book.check(work, done, 1.3 * expected)
+        book.correct(work, done, 1.3 * expected)
     priced, said = book.price(work)
     assert float(done.spent(priced.drafter.costs).sum()) == pytest.approx(1.3 * expected, rel=0.05)
     kept = json.loads(path.read_text())["costs"][work.key]
     assert kept["verify"]["1"] == pytest.approx(said["verify"]["1"], rel=0.06) and kept["verify"]["1"] > 1.1
 
 
-def test_what_rounds_did_is_read_from_what_they_should_take():
-    costs = Costs(np.float32([1, 2, 4]), np.float32(0.25), np.int32(0), np.int32(0))
+def test_rounds_are_counted_by_their_widths():
+    def log(widths: list[int], passes: list[int]) -> RowLog:
+        return RowLog([Round([], [], 0, [1], count) for count in passes], sum(passes), len(passes), widths)
 
-    def log(*rounds: tuple[float, int]) -> RowLog:
-        entries = [Round([], [], 0, [1], passes, expected=1.0, seconds=seconds) for seconds, passes in rounds]
-        return RowLog(rounds=entries, drafter_passes=0, target_passes=0)
-
-    both = [log((1, 0), (2.25, 0), (4.5, 2)), log((1, 0), (2.25, 1))]
-    assert RoundCounts.of(both, costs, (1, 4, 8)) == RoundCounts((1, 1, 1), 3)
-    assert RoundCounts.of(both, costs, (1, 4, 8)).spent(costs).sum() == 1 + 2.25 + 4.5 + 0.0
-    same = Costs(np.float32([1, 1, 1]), np.float32(0.25), np.int32(0), np.int32(0))
-    assert RoundCounts.of([log((1, 0))], same, (1, 4, 8)) == RoundCounts((1, 0, 0), 0)
-    drafted = RowLog([Round([5] * 4, [0.5] * 4, 0, [1], 0, expected=1.0, seconds=1.0)], 0, 0)
-    assert RoundCounts.of([drafted], same, (1, 4, 8)) == RoundCounts((0, 0, 1), 0)
-
-
-def test_what_is_on_file_may_have_become_something_else(cache):
-    """It is read again behind every answer, which is not lost for it."""
-    path, _ = cache
-    book, work = CostBook(), session()
-    book.price(work)
-    done = RoundCounts((30, *[0] * (len(work.plan.widths) - 1)), 0)
-    for entry in (3, {"verify": {"1": 1.0}}, {"verify": {"1": "x"}}):
-        file = json.loads(path.read_text())
-        file["costs"][work.key] = entry
-        path.write_text(json.dumps(file))
-        book.check(work, done, 30.1)
-        assert entry == 3 or json.loads(path.read_text())["costs"][work.key]["draft"] > 0
+    counts = RoundCounts.of([log([1, 4, 8, 8], [0, 0, 2, 1]), log([1, 4], [0, 1])], (1, 4, 8))
+    assert counts == RoundCounts((1, 1, 2), 4)
+    assert counts.spent(Costs.of([1, 2, 4], 0.25)).tolist() == [1, 2, 8, 1]
 
 
 def test_a_file_can_say_the_costs(tmp_path, cache):

@@ -3,7 +3,7 @@
 config.json            family, the target it belongs to, its shape, decoding defaults, how it was trained
 drafter.safetensors    its own parameters (bfloat16, or int8 with a scale per row)
 
-What a drafter borrows (embedding and head) stays with the target.
+The embedding and the head are the target's.
 """
 
 from __future__ import annotations
@@ -50,13 +50,26 @@ class DrafterFolder:
     """
 
     path: Path
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     params: dict[str, np.ndarray]
 
-    @property
-    def where(self) -> str:
-        """The file, for messages about the configuration."""
-        return str(self.path / "config.json")
+    def config_for(self, target: ModelConfig, target_name: str = "the target") -> ModelConfig:
+        """The shape of a drafter, with the embedding and head of its target.
+
+        Raises:
+          ConfigError: a configuration that cannot be served, or a drafter of another target.
+        """
+        for key, ours in target.shape_key().items():
+            if ours != (value := self.config["target"].get(key)):
+                raise ConfigError(
+                    f"{self.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has "
+                    f"{ours!r}: give its own target with --target"
+                )
+        network, where = self.config["network"], self.path / "config.json"
+        layers = values.number(network, "num_layers", where, most=LARGEST["num_hidden_layers"])
+        check_layers(self.params, layers, self.path)
+        block = values.number(network, "block_size", where, least=2, most=target.max_position_embeddings)
+        return target.with_mask_row(layers, block)
 
 
 def save_drafter(
@@ -153,44 +166,18 @@ def load_drafter(
       CheckpointError: missing, unexpected, mis-shaped or damaged parameters.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
-    folder = read_drafter(path, raw)
-    config = config_for(folder, target.config, target_name)
+    folder, size = read_drafter(path, raw), target.config.hidden_size
+    config, file = folder.config_for(target.config, target_name), folder.path / WEIGHTS
     skeleton = Skeleton.made_by(lambda rngs: Decoder(config, dtype=target.dtype, rngs=rngs))
     unborrowed = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
     params = dict(folder.params)
     mask = params.pop("mask", None)
-    if mask is None or mask.shape != (target.config.hidden_size,):
-        raise CheckpointError(f"{folder.path / WEIGHTS}: 'mask' must be [{target.config.hidden_size}]")
-    model = skeleton.filled(_parameters(folder, params, unborrowed, target.dtype))
+    if mask is None or mask.shape != (size,):
+        raise CheckpointError(f"{file}: 'mask' must be [{size}]")
+    if problems := misfits(params, unborrowed):
+        raise CheckpointError(f"{file}: parameters do not fit config.json: {problems}")
+    model = skeleton.filled({name: jax.device_put(value.astype(target.dtype)) for name, value in params.items()})
     return with_borrowed(model, target, jax.device_put(mask))
-
-
-def config_for(folder: DrafterFolder, target: ModelConfig, target_name: str = "the target") -> ModelConfig:
-    """The shape of a drafter, with what it borrows from its target.
-
-    Raises:
-      ConfigError: a configuration that cannot be served, or a drafter of another target.
-    """
-    for key, ours in target.shape_key().items():
-        if ours != (value := folder.config["target"].get(key)):
-            raise ConfigError(
-                f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has "
-                f"{ours!r}: give its own target with --target"
-            )
-    network = folder.config["network"]
-    layers = values.number(network, "num_layers", folder.where, most=LARGEST["num_hidden_layers"])
-    check_layers(folder.params, layers, folder.path)
-    block = values.number(network, "block_size", folder.where, least=2, most=target.max_position_embeddings)
-    return target.with_mask_row(layers, block)
-
-
-def _parameters(
-    folder: DrafterFolder, params: Mapping[str, np.ndarray], leaves: Mapping[str, Any], dtype: Any
-) -> dict[str, jax.Array]:
-    """Parameters on the device, which are exactly the wanted ones."""
-    if problems := misfits(params, leaves):
-        raise CheckpointError(f"{folder.path / WEIGHTS}: parameters do not fit config.json: {problems}")
-    return {name: jax.device_put(value.astype(dtype)) for name, value in params.items()}
 
 
 def decoding_defaults(raw: Mapping[str, Any], where: str, platform: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class ModelFolder:
         if self.is_standalone:
             folder = drafter.read_drafter(self.path, self.raw)
             size = sum(value.size for value in folder.params.values())
-            return Fit(drafter.config_for(folder, target, target_name), size)
+            return Fit(folder.config_for(target, target_name), size)
         if self.layout is not None:
             opened = self.layout.open(self.path, target, target_name, raw=self.raw)
             return Fit(opened.config.base, sum(math.prod(shape) for shape in opened.shapes.values()))

@@ -1,5 +1,5 @@
-"""Checkpoint formats: safetensors folders, GGUF files and this project's own Orbax folders.
+"""Models' files: safetensors folders, GGUF files, this project's own Orbax folders, and drafters' folders.
 
-Every format ends as named `StoredTensor`s or as parameters under the decoder's own paths; `mapping`
-holds the tables that connect the two.
+`model_folder.ModelFolder` opens any of them. Every format ends as named `StoredTensor`s or as parameters under the
+decoder's own paths; `parameter_map` holds the tables that connect the two.
 """

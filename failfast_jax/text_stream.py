@@ -86,7 +86,8 @@ class TextStream:
 
     def _decode(self, last: bool) -> None:
         """Appends whole characters to `_whole`."""
-        # A few tokens before the new ones are decoded with them: some tokenizers join words by what stands before.
+        # A few tokens before the new ones are decoded with them: some tokenizers join words by their left neighbours.
+        # With "Hello" handed out, before = "Hello" and window = "Hello world": " world" is new.
         before = text_of(self._tokenizer, self._ids[self._shown : self._done])
         window = text_of(self._tokenizer, self._ids[self._shown :])
         # A context may end inside a character: "a\ufffd", then "aé".

@@ -303,6 +303,8 @@ class FailFastLM(TemplateLM):
             ids = np.zeros((self.batch, width + 1), np.int32)
             for row, text in enumerate(texts):
                 ids[row, : len(text)] = text
+            # The pair ([7, 8], [9, 4]) is the row 7 8 9 4 0 ...; the program reads 7 8 9 0 ... and scores 8 9 4 0 ...
+            # The scores of 9 and 4 are at positions 1 and 2: last = 3, span = slice(1, 3).
             logprobs, best = self._scores(ids)
             for row, index in enumerate(indices):
                 last = len(texts[row]) - 1

@@ -30,6 +30,7 @@ def fits(single: Any, state: Any, *, by_row: tuple[bool, ...], rows: int) -> boo
 
 def insert(state: Any, single: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], placement: Callable) -> Any:
     """Replaces a row of a state by the first row of another state."""
+    # With 3 rows of capacity 8: tokens Int[3, 8] take the row from Int[1, 8]; a scalar leaf has no rows, and stays.
     leaves, structure = jax.tree.flatten(state)
     new = [
         jax.lax.dynamic_update_slice_in_dim(whole, part[:1], row, 0) if is_by_row else whole
@@ -67,6 +68,8 @@ def log_of(state: DecodeState, row: Int[Array, ""]) -> tuple[RoundLog, Array, Ar
 
 def graft(fresh: DecodeState, old: DecodeState, *, placement: Callable) -> DecodeState:
     """Returns a state before its prefill, with the caches of another state instead of its empty caches."""
+    # Old text 5 6 7 8 in the caches, new prompt 5 6 9: the fresh state has the new tokens, limits and log; prefill from
+    # position 2 on overwrites what the caches hold of 7 8.
 
     def is_cache(node: Any) -> bool:
         return isinstance(node, KVCache)

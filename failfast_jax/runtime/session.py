@@ -283,6 +283,7 @@ class Session:
         return tuple(single != double for single, double in zip(lengths(1), lengths(2)))
 
     def _prompts(self, requests: Sequence[Request]) -> Prompts:
+        # Prompts [5, 6] and [7] with capacity 4: tokens [[5, 6, 0, 0], [7, 0, 0, 0]], lengths [2, 1].
         tokens = np.zeros((len(requests), self.capacity), np.int32)
         for row, request in enumerate(requests):
             if not 1 <= len(request.prompt) <= self.capacity:

@@ -93,11 +93,10 @@ def snapshot(hub_id: str) -> Path:
     """
     silence = unreachable(hub_id)
     try:
-        with offline(silence is not None):
-            here = silence is not None
-            folder = _small_files(hub_id, here)
-            check_settings(folder)
-            return _downloaded(hub_id, _weights(folder), here, folder.name)
+        here = silence is not None
+        folder = _small_files(hub_id, here)
+        check_settings(folder)
+        return _downloaded(hub_id, _weights(folder), here, folder.name)
     except (CheckpointError, ConfigError):
         raise
     except Exception as error:  # network, authentication, validation: half a dozen unrelated classes

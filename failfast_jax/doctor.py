@@ -95,7 +95,7 @@ def versions() -> Iterator[Finding]:
 
 
 def _missing(package: str, extra: str) -> Iterator[str]:
-    """What an extra of a package needs and is not there, with the extras of others that it names (`jax[cuda13]`)."""
+    """Lists missing packages of an extra, with those of the extras that it names (`jax[cuda13]`)."""
     for requirement in map(Requirement, metadata.requires(package) or []):
         marker = requirement.marker
         if marker is None or not marker.evaluate({"extra": extra}) or marker.evaluate({"extra": ""}):

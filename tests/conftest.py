@@ -16,8 +16,9 @@ os.environ.setdefault(
 
 # Programs compile quickly (`xla_flags`). With FAILFAST_TEST_OPTIMIZED=1 they are those that users run.
 OPTIMIZED = bool(os.environ.get("FAILFAST_TEST_OPTIMIZED"))
+RARE = bool(os.environ.get("FAILFAST_TEST_RARE"))
 
-# Where a line of a program came from is looked at by nobody here, and written into every one.
+# No test reads the source locations that JAX writes into programs.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax
@@ -44,7 +45,7 @@ from failfast_jax.util.compilation import enable_compile_cache
 enable_compile_cache()
 counting = compilation.count_compiles()
 counting.__enter__()  # to the end, for tests that compare counts
-# Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and behind each file.
+# Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and after each file.
 gc.freeze()
 gc.set_threshold(100_000, 50, 100)
 USERS_WIDTHS = {"CPU_LADDER": width_plan.CPU_LADDER, "CPU_PREFILL_WIDTHS": width_plan.CPU_PREFILL_WIDTHS}
@@ -52,6 +53,14 @@ if not OPTIMIZED:  # a program has a pass of each width in it
     width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 16, 64), (32, 128)
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out rare tests unless FAILFAST_TEST_RARE is set."""
+    rare = [item for item in items if any(mark.kwargs.get("rare") for mark in item.iter_markers("long"))]
+    if rare and not RARE:
+        config.hook.pytest_deselected(items=rare)
+        items[:] = [item for item in items if item not in set(rare)]
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +78,7 @@ def golden_model():
 
 @pytest.fixture(scope="session", autouse=True)
 def same_costs_everywhere(request):
-    """What rounds cost is not measured, but for tests of that."""
+    """Costs of rounds are constants, except in tests of their measurement."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_book, "measure", lambda session: cheap_rows(session.plan.widths))
         patch.setattr(cost_book.CostBook, "path", staticmethod(lambda: None))
@@ -77,21 +86,21 @@ def same_costs_everywhere(request):
 
 
 def cheap_rows(widths: tuple[int, ...]) -> Costs:
-    """A row costs a hundredth of a step."""
+    """Returns costs of which each row adds a hundredth of a step."""
     rows = np.asarray(widths, np.float32)
     return Costs(1 + rows / 100, np.float32(0.1), np.int32(0), np.int32(0))
 
 
 @pytest.fixture
 def users_widths(monkeypatch):
-    """Widths as users have them; most tests have fewer."""
+    """Sets the widths of users; most tests use fewer."""
     for name, widths in USERS_WIDTHS.items():
         monkeypatch.setattr(width_plan, name, widths)
 
 
 @pytest.fixture(scope="module")
 def few_widths():
-    """Widths that suit short texts and drafts: each is compiled, and checked under `exact`."""
+    """Sets few widths for short texts and drafts: each width is compiled, and checked under `exact`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(width_plan, "CPU_LADDER", (1, 8, 16))
         patch.setattr(width_plan, "CPU_PREFILL_WIDTHS", (32,))
@@ -100,15 +109,15 @@ def few_widths():
 
 
 @pytest.fixture(autouse=True)
-def said_as_usual():
-    """What a command was told to say or not to say is not told to the next test."""
+def normal_verbosity():
+    """Resets the verbosity that a command set."""
     yield
     progress.set_verbosity(progress.NORMAL)
 
 
 @pytest.fixture
 def interrupts():
-    """Python's own handler: who is started in the background of a shell ignores Ctrl-C."""
+    """Sets Python's own handler: a process in the background of a shell ignores Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -116,7 +125,7 @@ def interrupts():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs(request):
-    """Lets go of a file's compiled programs behind its last test: they are what makes a worker grow."""
+    """Releases a file's compiled programs after its last test; otherwise a worker grows."""
     yield
     for value in vars(request.module).values():
         if hasattr(value, "cache_clear"):
@@ -124,4 +133,4 @@ def forget_programs(request):
     jax.clear_caches()
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)  # else glibc keeps what they were
+        trim(0)  # else glibc keeps their memory

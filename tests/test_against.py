@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import run_python
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_a_checkout_against_itself(tmp_path):
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"prompt": "One fruit, in a word?"}) + "\n")

@@ -35,7 +35,7 @@ def started(devices: int, *words: str) -> list[subprocess.Popen]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.exhaustive)]
+    scope="module", params=[pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long(rare=True))]
 )
 def devices(request):
     return request.param

@@ -180,7 +180,7 @@ sys.exit(main([*words, "--out", str(out / "out")]))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_the_system_ends_a_file(tmp_path):
     """With the system's own limit on the size of files, also of compiled programs; later on the run goes on."""
     variables = {"FAILFAST_COMPILE_CACHE": str(tmp_path / "cache")}

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import run_python
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_the_first_command_answers():
     done = run_python(first_answer.__file__)
     assert done.returncode == 0, done.stderr[-3000:]

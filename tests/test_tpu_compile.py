@@ -44,8 +44,8 @@ FEW = {"v5e": ("auto", "dllm-spiffy-cache"), "v6e": ("dspark-failfast", "eagle-a
     [
         pytest.param("v5e:1x1", "TPU v5 lite", FEW["v5e"], id="v5e-few"),
         pytest.param("v6e:1x1", "TPU v6 lite", FEW["v6e"], id="v6e-few"),
-        pytest.param("v5e:1x1", "TPU v5 lite", METHODS, id="v5e-all", marks=pytest.mark.exhaustive),
-        pytest.param("v6e:1x1", "TPU v6 lite", METHODS, id="v6e-all", marks=pytest.mark.exhaustive),
+        pytest.param("v5e:1x1", "TPU v5 lite", METHODS, id="v5e-all", marks=pytest.mark.long(rare=True)),
+        pytest.param("v6e:1x1", "TPU v6 lite", METHODS, id="v6e-all", marks=pytest.mark.long(rare=True)),
     ],
 )
 def test_a_whole_answer_is_one_program_on_the_chip(topology, device, methods):
@@ -75,9 +75,9 @@ def test_mosaic_compiles_the_kernels(topology):
     "topology, device",
     [
         ("v5e:2x2", "TPU v5 lite"),
-        pytest.param("v6e:2x2", "TPU v6 lite", marks=pytest.mark.exhaustive),
-        pytest.param("v5p:2x2x1", "TPU v5", marks=pytest.mark.exhaustive),
-        pytest.param("tpu7x:2x2x1", "TPU7x", marks=pytest.mark.exhaustive),
+        pytest.param("v6e:2x2", "TPU v6 lite", marks=pytest.mark.long(rare=True)),
+        pytest.param("v5p:2x2x1", "TPU v5", marks=pytest.mark.long(rare=True)),
+        pytest.param("tpu7x:2x2x1", "TPU7x", marks=pytest.mark.long(rare=True)),
     ],
 )
 def test_the_report_on_every_generation(topology, device, tmp_path):
@@ -106,7 +106,7 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, len(published_speeds.measurements())))],
+    [0, *(pytest.param(n, marks=pytest.mark.long(rare=True)) for n in range(1, len(published_speeds.measurements())))],
 )
 def test_what_is_predicted_where_others_measured(place):
     """The recorded passes, compiled anew: TPU7x sums on another core, and DSpark has a Markov head."""
@@ -123,7 +123,7 @@ def test_what_is_predicted_where_others_measured(place):
         assert found[str(tp)] == pytest.approx(dataclasses.asdict(passes), rel=0.1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_the_report_says_what_does_not_fit():
     """Of two batches the first is a line of figures, the second the compiler's refusal."""
     case = ("--target", "qwen2.5-7b", "--topology", "v5e:1x1", "--tp", "1", "--layers", "1", "--no-costs")
@@ -136,7 +136,7 @@ def test_the_report_says_what_does_not_fit():
     assert error.startswith("Where somebody measured, this timeline predicted ")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v6e:1x1"])
 def test_a_replay_over_all_chips(topology):
     found = compiled(topology, "replay")
@@ -147,7 +147,7 @@ def test_a_replay_over_all_chips(topology):
         assert report["caches_stay"] and report["aliased_bytes"] >= report["cache_bytes"], name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.parametrize(
     ("topology", "rows", "gigabytes"),
     [("v6e:2x4", 4, 32), ("v5e:2x4", 2, 16)],

@@ -190,7 +190,7 @@ def test_each_is_found(name, tmp_path):
     assert done.returncode == pytest.ExitCode.TESTS_FAILED and "1 failed" in done.stdout, done.stdout[-3000:]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_the_copy_itself_passes(tmp_path):
     done = quick_tests(tmp_path, "tpu.py", "SUBLANES = 8\n", "SUBLANES = 8  # as it is\n", "-k", "tpu and not answers")
     assert done.returncode == pytest.ExitCode.OK, done.stdout[-3000:]

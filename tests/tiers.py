@@ -1,4 +1,4 @@
-"""Which parameters of a test run when: at every change, in CI's long part, or before a release."""
+"""Parameters of a test: quick, long, or long and rare."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 
 
 def tiers(values: Iterable[Any], quick: Collection[Any], long: Collection[Any] | None = ()) -> list[Any]:
-    """Parameters of a test: those in `quick` always run; those in `long` (None: all others) are marked `long`, the rest
-    `exhaustive`."""
+    """Marks parameters of a test: `quick` ones always run, `long` ones (None: all others) are long, the rest rare."""
     values = list(values)
     assert all(value in values for value in (*quick, *(long or ())))
-    found = []
+    parameters = []
     for value in values:
-        mark = pytest.mark.long if long is None or value in long else pytest.mark.exhaustive
+        mark = pytest.mark.long if long is None or value in long else pytest.mark.long(rare=True)
         arguments = value if isinstance(value, tuple) else (value,)
-        found.append(value if value in quick else pytest.param(*arguments, marks=mark))
-    return found
+        parameters.append(value if value in quick else pytest.param(*arguments, marks=mark))
+    return parameters

@@ -1,4 +1,4 @@
-"""Compiles whole answers for TPUs that are not there, and prints what the compiler's output says of them.
+"""Compiles whole answers for TPUs without having any, and prints figures read from the compiled programs.
 
     pip install -e ".[aot]" && python -m tpu_scripts.aot_report [--target qwen2.5-32b] [--topology v6e:2x4] [--tp 8]
 
@@ -47,31 +47,35 @@ from failfast_jax.util import command_line, hardware
 from failfast_jax.util.files import write_atomically
 from failfast_jax.util.tables import markdown
 from tpu_scripts import hlo
-from tpu_scripts.tpu_compiler import WIDTHS, Case, Compiler
+from tpu_scripts.tpu_compiler import WIDTHS, CompileCase, Compiler
 
 hardware.tell_libtpu(hardware.CHIPS.values())
 
 CASES = (
-    *(Case("qwen2.5-1.5b", f"{chip}:1x1", 1) for chip in ("v5e", "v6e")),
-    *(Case("qwen2.5-7b", topology, 4) for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")),
+    *(CompileCase("qwen2.5-1.5b", f"{chip}:1x1", 1) for chip in ("v5e", "v6e")),
+    *(CompileCase("qwen2.5-7b", topology, 4) for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")),
     *(
-        Case("qwen3-8b", f"{chip}:{grid}", tp, drafter=drafter)
+        CompileCase("qwen3-8b", f"{chip}:{grid}", tp, drafter=drafter)
         for drafter in ("dspark-qwen3-8b", "eagle3-qwen3-8b")
         for chip in ("v5e", "v6e")
         for grid, tp in (("1x1", 1), ("2x2", 4))
     ),
-    *(Case("qwen2.5-14b", f"{chip}:{grid}", tp) for grid, tp in (("2x2", 4), ("2x4", 8)) for chip in ("v5e", "v6e")),
-    *(Case("qwen2.5-32b", "v5e:2x4", 8, batch=batch) for batch in (1, 8)),
-    *(Case("qwen2.5-32b", "v6e:2x4", 8, batch=batch) for batch in (1, 32)),
-    *(Case("qwen2.5-32b", *place) for place in (("v6e:2x2", 4), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8))),
-    Case("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
+    *(
+        CompileCase("qwen2.5-14b", f"{chip}:{grid}", tp)
+        for grid, tp in (("2x2", 4), ("2x4", 8))
+        for chip in ("v5e", "v6e")
+    ),
+    *(CompileCase("qwen2.5-32b", "v5e:2x4", 8, batch=batch) for batch in (1, 8)),
+    *(CompileCase("qwen2.5-32b", "v6e:2x4", 8, batch=batch) for batch in (1, 32)),
+    *(CompileCase("qwen2.5-32b", *place) for place in (("v6e:2x2", 4), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8))),
+    CompileCase("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
 )
 """Smallest targets first. 8B in bfloat16 is more than a v5e chip holds: that case shows by how much (`--quantize int8`
 fits)."""
 
 
 def compiled_loop(compiler: Compiler) -> dict[str, Any]:
-    """Compiles a whole answer; what its memory and its text say."""
+    """Compiles a whole answer; returns figures of its memory and its text."""
     case, start = compiler.case, time.perf_counter()
     loop, text, state = compiler.whole_answer()
     seconds = time.perf_counter() - start
@@ -100,10 +104,10 @@ def compiled_loop(compiler: Compiler) -> dict[str, Any]:
     }
 
 
-def speedup_bound(case: Case, passes: dict[str, Any]) -> dict[str, Any]:
-    """The speedup with the paper's acceptance on MATH and these costs of passes, each round in the width it needs."""
-    found = published_for(case.target, "MATH")
-    law = fit(found)
+def speedup_bound(case: CompileCase, passes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the speedup with the paper's acceptance on MATH and these costs of passes, each round at its width."""
+    published = published_for(case.target, "MATH")
+    law = fit(published)
 
     def speedup(kind: str) -> float:
         cost = {width: passes[f"verify({width})"][kind] for width in WIDTHS}
@@ -113,16 +117,16 @@ def speedup_bound(case: Case, passes: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "MATH": speedup("ms"),
-        "accepted": found.mean_accepted,
-        "drafted": found.mean_speculated,
+        "accepted": published.mean_accepted,
+        "drafted": published.mean_speculated,
         "chunks": law.chunks().tolist(),
-        "statistics_of": found.target,
+        "statistics_of": published.target,
         "by_memory_alone": speedup("floor_ms"),
     }
 
 
-def report(case: Case, *, costs: bool, **options: Any) -> dict[str, Any]:
-    """Compiles one case, with options of `Compiler`; everything that is printed of it."""
+def report(case: CompileCase, *, costs: bool, **options: Any) -> dict[str, Any]:
+    """Compiles one case, with options of `Compiler`; returns all its figures."""
     compiler = Compiler(case, **options)
     result: dict[str, Any] = {
         "case": dataclasses.asdict(case),
@@ -143,72 +147,72 @@ def report(case: Case, *, costs: bool, **options: Any) -> dict[str, Any]:
 
 
 COLUMNS = {
-    "case": lambda found: case_of(found),
-    "batch": lambda found: found["case"]["batch"],
-    "compile s": lambda found: f"{found['compile_s']:.0f}",
-    "HBM GB / chip": lambda found: f"{found['hbm_gb']:.1f} of {found['hbm_capacity_gb']:.0f}",
-    "exe": lambda found: found["executables"],
-    "host": lambda found: len(found["host_transfers"]),
-    "cache copies": lambda found: len(found["cache_copies"]),
-    "all-gather in loop": lambda found: found["collectives_in_the_loop"]["all-gather"],
+    "case": lambda result: case_of(result),
+    "batch": lambda result: result["case"]["batch"],
+    "compile s": lambda result: f"{result['compile_s']:.0f}",
+    "HBM GB / chip": lambda result: f"{result['hbm_gb']:.1f} of {result['hbm_capacity_gb']:.0f}",
+    "exe": lambda result: result["executables"],
+    "host": lambda result: len(result["host_transfers"]),
+    "cache copies": lambda result: len(result["cache_copies"]),
+    "all-gather in loop": lambda result: result["collectives_in_the_loop"]["all-gather"],
 }
 COST_COLUMNS = {
-    "all-reduce / layer": lambda found: f"{found['passes']['verify(64)']['all_reduces_per_layer']:g}",
-    "verify: floor ms": lambda found: f"{found['passes']['verify(8)']['floor_ms']:.2f}",
-    "estimates, 8, 16, 64 rows": lambda found: ", ".join(
-        f"{found['passes'][f'verify({width})']['ms']:.2f}" for width in WIDTHS
+    "all-reduce / layer": lambda result: f"{result['passes']['verify(64)']['all_reduces_per_layer']:g}",
+    "verify: floor ms": lambda result: f"{result['passes']['verify(8)']['floor_ms']:.2f}",
+    "estimates, 8, 16, 64 rows": lambda result: ", ".join(
+        f"{result['passes'][f'verify({width})']['ms']:.2f}" for width in WIDTHS
     ),
-    "verify(64) / (8)": lambda found: f"{found['verify_ratio']:.2f}",
-    "drafter: floor, estimate ms": lambda found: "{floor_ms:.2f}, {ms:.2f}".format(**found["passes"]["drafter"]),
-    "speedup bound: floors, estimates": lambda found: (
-        "{by_memory_alone:.2f}, {MATH:.2f}".format(**found["speedup_bound"]) if "speedup_bound" in found else ""
+    "verify(64) / (8)": lambda result: f"{result['verify_ratio']:.2f}",
+    "drafter: floor, estimate ms": lambda result: "{floor_ms:.2f}, {ms:.2f}".format(**result["passes"]["drafter"]),
+    "speedup bound: floors, estimates": lambda result: (
+        "{by_memory_alone:.2f}, {MATH:.2f}".format(**result["speedup_bound"]) if "speedup_bound" in result else ""
     ),
-    "not counted": lambda found: "; ".join(
-        dict.fromkeys(name for costs in found["passes"].values() for name in costs.get("not_counted", ()))
+    "not counted": lambda result: "; ".join(
+        dict.fromkeys(name for costs in result["passes"].values() for name in costs.get("not_counted", ()))
     ),
 }
-"""Of cases whose passes were costed."""
+"""Columns of cases whose passes were costed."""
 
 
-def case_of(found: dict[str, Any]) -> Case:
-    return Case(**found["case"])
+def case_of(result: dict[str, Any]) -> CompileCase:
+    return CompileCase(**result["case"])
 
 
-def row(found: dict[str, Any]) -> str:
-    """A line of the table."""
-    costs = [cell(found) if "passes" in found else "" for cell in COST_COLUMNS.values()]
-    return f"| {' | '.join(map(str, [*(cell(found) for cell in COLUMNS.values()), *costs]))} |"
+def row(result: dict[str, Any]) -> str:
+    """Formats a line of the table."""
+    costs = [cell(result) if "passes" in result else "" for cell in COST_COLUMNS.values()]
+    return f"| {' | '.join(map(str, [*(cell(result) for cell in COLUMNS.values()), *costs]))} |"
 
 
-def work(chosen: list[Case], options: dict[str, Any], out: Path | None) -> int:
-    """Prints the table, a line a case as it is ready; 1: a case does not compile or fit."""
+def work(chosen: list[CompileCase], options: dict[str, Any], out: Path | None) -> int:
+    """Prints the table, each line when its case is ready; returns 1 if a case does not compile or fit."""
     quantization.check(options["quantize"])
     try:
-        found = json.loads(out.read_text(encoding="utf-8")) if out and out.exists() else []
+        reports = json.loads(out.read_text(encoding="utf-8")) if out and out.exists() else []
     except ValueError as error:
         raise OptionError(f"--out {out}: no report of this command ({error}); name another file") from None
     failed = False
     print(markdown([*COLUMNS, *COST_COLUMNS], []), flush=True)
     for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
         try:
-            done = (old for old in found if case_of(old) == case and old["options"] == options)
+            done = (old for old in reports if case_of(old) == case and old["options"] == options)
             if (result := next(done, None)) is None:
-                found.append(result := report(case, **options))
+                reports.append(result := report(case, **options))
             print(row(result), flush=True)
             failed |= result["hbm_gb"] > result["hbm_capacity_gb"]
-        except Exception as error:  # whatever a compiler may say: the other cases go on
+        except Exception as error:  # a compiler may raise anything: the other cases continue
             failed = True
             print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)
         if out:
-            write_atomically(out, json.dumps(found, indent=1) + "\n")
+            write_atomically(out, json.dumps(reports, indent=1) + "\n")
     print(f"\n{published_speeds.summary(published_speeds.measurements())}", flush=True)
     return int(failed)
 
 
 def published_passes(measured: published_speeds.Measurement, tp: int) -> published_speeds.Passes:
-    """Times, by the timeline, of the passes that a published load would make with our programs."""
+    """Returns times, by the timeline, of the passes of a published load with the programs of this package."""
     place = measured.target, measured.topology, tp
-    compiler = Compiler(Case(*place, batch=measured.clients, drafter=measured.drafter))
+    compiler = Compiler(CompileCase(*place, batch=measured.clients, drafter=measured.drafter))
     if measured.clients > 1:  # in this order libtpu 0.0.52 cannot place the passes of 128 sequences, and aborts
         options = compiler.chip.compiler_options | {"xla_tpu_enforce_prefetch_fifo_order": False}
         compiler.chip = dataclasses.replace(compiler.chip, compiler_options=options)
@@ -227,7 +231,7 @@ def published_passes(measured: published_speeds.Measurement, tp: int) -> publish
 
 
 def work_published(out: Path | None) -> int:
-    """Prints what others measured beside what the timeline predicts, compiled anew."""
+    """Prints published measurements beside the predictions of the timeline, compiled anew."""
     compared = []
     for measured in tqdm(published_speeds.measurements(), desc="compiling", unit="load", file=sys.stderr):
         passes = {tp: published_passes(measured, tp) for tp in measured.passes_ms}
@@ -240,30 +244,32 @@ def work_published(out: Path | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; exit status 1 if a case does not compile or fit."""
+    """Runs the command; exit status 1 if a case does not compile or fit."""
     parser = command_line.Parser(prog="aot_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS)
     parser.add_argument("--drafter", choices=(*DRAFTERS, *READERS), help="default: fast-dllm-v2-1.5b, or the target's")
     parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")
     parser.add_argument("--tp", type=int, help="tensor-parallel devices")
     parser.add_argument("--dp", type=int, help="groups of them")
-    parser.add_argument("--batch", type=int, nargs="+", help="sequences; a case each: the largest that fits, the next")
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences; a case for each number")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of prompt and output together")
     parser.add_argument("--layers", type=int, help="cut both models to so many layers: a quick look")
     parser.add_argument("--no-costs", dest="costs", action="store_false", help="compile the loop only")
-    parser.add_argument("--replicate-drafter", action="store_true", help="the whole drafter on every chip, to compare")
-    parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the matrices of both models in 8 bits")
+    parser.add_argument("--replicate-drafter", action="store_true", help="keep the whole drafter on every chip")
+    parser.add_argument(
+        "--quantize", choices=quantization.SCHEMES, help="quantize the matrices of both models to 8 bits"
+    )
     parser.add_argument("--out", type=Path, help="write everything as JSON; cases that it holds are not compiled again")
     parser.add_argument(
-        "--published", action="store_true", help="what others measured, beside its prediction; no cases"
+        "--published", action="store_true", help="compile for published measurements, and print their predictions"
     )
     args = parser.parse_args(argv)
     if args.published:
         return command_line.run(lambda: work_published(args.out))
     if args.target and args.topology and args.tp:
-        drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), Case.drafter)
+        drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), CompileCase.drafter)
         place = args.target, args.topology, args.tp, args.dp or 1
-        chosen = [Case(*place, batch, drafter=drafter) for batch in args.batch or [args.dp or 1]]
+        chosen = [CompileCase(*place, batch, drafter=drafter) for batch in args.batch or [args.dp or 1]]
     else:
         wanted = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "drafter")}
         chosen = [c for c in CASES if all(value in (None, getattr(c, name)) for name, value in wanted.items())]

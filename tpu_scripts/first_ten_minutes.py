@@ -64,12 +64,12 @@ def described(error: Exception) -> str:
 
 
 def check_installation(quick: bool, folder: Path) -> dict[str, Any]:
-    """Everything that `doctor` checks; a broken finding stops nothing here."""
+    """Runs the checks of `doctor`; a broken finding stops nothing here."""
     return {"findings": [dataclasses.asdict(finding) for finding in doctor.findings()]}
 
 
 def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
-    """The attention kernel that serves each shape, against plain jnp in float32 at the highest precision.
+    """Compares the attention kernel of each shape with plain jnp in float32 at the highest precision.
 
     A dry run on a CPU takes the TPU's kernels, interpreted.
     """
@@ -80,16 +80,16 @@ def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
     for name, (rows, start, block_size) in progress.progress_bar("kernels", "case", cases):
         case = {"rows": rows, "start": start, "block_size": block_size}
         try:
-            found = check_attention(*shapes[name], **case, kernel=kernel)
-            right = is_right(found)
-        except Exception as error:  # a kernel that this device's compiler refuses says nothing of the other shapes
-            found, right = {"failed": described(error)}, False
-        checks.append({"shape": name, **case, **found, "right": right})
+            result = check_attention(*shapes[name], **case, kernel=kernel)
+            right = is_right(result)
+        except Exception as error:  # the other shapes are still of use
+            result, right = {"failed": described(error)}, False
+        checks.append({"shape": name, **case, **result, "right": right})
     return {"tolerance": TOLERANCE, "right": all(check["right"] for check in checks), "checks": checks}
 
 
 def check_answer(quick: bool, folder: Path) -> dict[str, Any]:
-    """The default pair's answer: the same text with drafts as without, by `exact`; speeds without it, once warm."""
+    """Answers with the default pair: with `exact` the same text with drafts as without; speeds without `exact`."""
     engine = FailFast.load(method="failfast")
     shared = {"max_new_tokens": 16 if quick else 128, "ignore_eos": True}
     kept = ("tokens_per_s", "rounds", "drafted", "accepted")
@@ -106,7 +106,7 @@ def check_answer(quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def run_replay(quick: bool, folder: Path) -> dict[str, Any]:
-    """`bench replay`'s record of the target, and each of its passes beside what was predicted for it."""
+    """Runs `bench replay`; returns its record, and each pass beside its prediction."""
     parser = command_line.Parser(prog="replay")
     replay.add_arguments(parser)
     options = QUICK_REPLAY if quick else REPLAY
@@ -119,18 +119,18 @@ def run_replay(quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def beside_predictions(record: dict[str, Any], estimates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each pass of a replay: measured milliseconds, the memory's floor at the measured bandwidth, and the timeline's
-    estimate where `estimates` has this target on one such chip."""
+    """Lists each pass of a replay: measured milliseconds, the memory's floor at the measured bandwidth, and the
+    timeline's estimate if `estimates` has this target on one such chip."""
     kind = jax.devices()[0].device_kind
     compiled = (each for each in estimates if each["device"] == kind and each["case"]["tp"] == 1 and "passes" in each)
-    found = next((each["passes"] for each in compiled if each["case"]["target"] == record["target"]), {})
+    timed = next((each["passes"] for each in compiled if each["case"]["target"] == record["target"]), {})
     passes = {("plain step", "verify(8)"): record["vanilla"]}
     passes |= {(f"verify of {rows} rows", f"verify({rows})"): figures for rows, figures in record["verify"].items()}
     for rows, figures in record["drafter_pass"].items():
         passes[f"drafter pass of {rows} rows", "drafter" if rows == "32" else ""] = figures
 
     def line(title: str, name: str, figures: dict[str, float]) -> dict[str, Any]:
-        predicted = {"floor_ms": figures["floor_ms"], "timeline_ms": found.get(name, {}).get("ms")}
+        predicted = {"floor_ms": figures["floor_ms"], "timeline_ms": timed.get(name, {}).get("ms")}
         return {"pass": title, "measured_ms": figures["ms"], **predicted}
 
     return [line(*names, figures) for names, figures in passes.items()]
@@ -145,18 +145,18 @@ PARTS: dict[str, Callable[[bool, Path], dict[str, Any]]] = {
 
 
 def opened(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The parts that the file has, if it is of this `identity`."""
+    """Returns the parts of the file, if it has this `identity`."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**identity, "parts": {}}
         if {name: earlier[name] for name in identity} == identity:
             return earlier["parts"]
-    except (ValueError, KeyError, TypeError):  # something else's file
+    except (ValueError, KeyError, TypeError):  # no file of this script
         pass
     raise OptionError(f"--out {path}: not of this machine, JAX, version and size; name another file")
 
 
 def work(args: Namespace) -> int:
-    """Runs the parts that the file lacks, or that failed there; 1: one failed, or found something wrong.
+    """Runs the parts that the file lacks, or that failed there; returns 1 if a part failed or is wrong.
 
     Raises:
       OptionError: the file is another machine's, JAX's, version's or size's.
@@ -176,12 +176,12 @@ def work(args: Namespace) -> int:
         begin = time.perf_counter()
         try:
             figures = part(quick, args.out.with_suffix(".replay"))
-        except Exception as error:  # whatever fails here, the other parts are still of use
+        except Exception as error:  # the other parts are still of use
             figures = {"error": described(error)}
             print(f"{name}: {figures['error']}", file=sys.stderr)
         parts[name] = figures | {"seconds": time.perf_counter() - begin}
         write_json(args.out, {**identity, "machine": machine, "parts": parts})
-    wrong = [name for name, found in parts.items() if "error" in found or not found.get("right", True)]
+    wrong = [name for name, figures in parts.items() if "error" in figures or not figures.get("right", True)]
     print(f"{args.out}: " + (f"wrong: {', '.join(wrong)}" if wrong else "all parts ran and are right"))
     return int(bool(wrong))
 

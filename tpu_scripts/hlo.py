@@ -1,4 +1,4 @@
-"""What the compiler's output says of a program: memory traffic, estimated cycles, collectives, host transfers.
+"""Figures read from the text of a compiled program: memory traffic, estimated cycles, collectives, host transfers.
 
 The estimates in the text leave out asynchronous copies, Pallas kernels and collectives: `timeline` puts them in, in the
 order in which the program is scheduled.
@@ -42,7 +42,7 @@ def entry_instructions(hlo: str) -> list[_Instruction]:
     """Instructions of the entry computation."""
     entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)[1]
     entry = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[0]
-    found = []
+    instructions = []
     for line in entry.splitlines()[1:]:
         match = _LINE.match(line)
         if match:
@@ -53,8 +53,10 @@ def entry_instructions(hlo: str) -> list[_Instruction]:
                 op = op.replace("async", "offloaded")
             elif name.startswith("gather"):  # a look-up, started with nothing, given its table and its rows, awaited
                 op = op.replace("async", "gather")
-            found.append(_Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line))
-    return found
+            instructions.append(
+                _Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line)
+            )
+    return instructions
 
 
 def unread(hlo: str) -> list[str]:
@@ -67,8 +69,8 @@ def unread(hlo: str) -> list[str]:
         except ValueError:
             return False
 
-    found = entry_instructions(hlo)
-    return [instruction.name for instruction in found if instruction.op == "async-start" or not is_read(instruction)]
+    entry = entry_instructions(hlo)
+    return [instruction.name for instruction in entry if instruction.op == "async-start" or not is_read(instruction)]
 
 
 def hbm_bytes_of(kind: str) -> int:
@@ -189,13 +191,13 @@ def _operand_bytes(instruction: _Instruction, by_name: dict[str, _Instruction]) 
 
 
 def _moved_bytes(instruction: _Instruction) -> int:
-    """Of a copy `(to, from, ...)`, or of the part `((whole), part, ...)` that a slice takes."""
+    """Returns the bytes of a copy `(to, from, ...)`, or of the part that a slice `((whole), part, ...)` takes."""
     place = 1 if instruction.op == "slice-start" else 0
     return hbm_bytes_of(re.findall(r"\w+\[[\d,]*\]", instruction.type)[place])
 
 
 def devices_of(collective: str) -> int:
-    """How many devices take part in each group of a collective operation, by its line of the text.
+    """Returns the number of devices in each group of a collective operation, by its line of the text.
 
     Raises:
       ValueError: the line does not say it in one of the three known ways: `[groups,devices]<=...`, `{{0,1},{2,3}}`,

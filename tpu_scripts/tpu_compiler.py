@@ -50,7 +50,7 @@ where it writes, 1,512 where it does not); taken to grow with the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CompileCase:
     target: str
     topology: str
     tp: int
@@ -75,7 +75,7 @@ class Compiler:
     """Compiles programs of one case."""
 
     def __init__(
-        self, case: Case, layers: int | None = None, replicate_drafter: bool = False, quantize: str | None = None
+        self, case: CompileCase, layers: int | None = None, replicate_drafter: bool = False, quantize: str | None = None
     ):
         devices = devices_of(case.topology)
         if len(devices) < case.tp * case.dp:
@@ -212,7 +212,7 @@ class Compiler:
             for start, size in summed.items():
                 if name.startswith(start):
                     return sums * hardware.allreduce_s(chip, hlo.devices_of(line), size), 0
-            return next((found for start, found in kernels.items() if name.startswith(start)), (0, 0))
+            return next((cost for start, cost in kernels.items() if name.startswith(start)), (0, 0))
 
         rate = chip.bandwidth * (chip.streaming if share is None else share)
         return hlo.timeline(text, clock=chip.clock, rate=rate, others=others)

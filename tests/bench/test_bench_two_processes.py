@@ -41,7 +41,7 @@ def said(*words: object, status: int = 0) -> str:
     return first.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_an_installation_is_checked_on_each_host(tmp_path):
     found = said("failfast_jax.doctor")
     assert "devices: 2 x cpu" in found and "decoding: compiles and runs" in found

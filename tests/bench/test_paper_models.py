@@ -10,7 +10,7 @@ from paper_models import AR, DIFFUSION, EAGLE, GSM8K, MATH, TARGET, write_models
 
 from failfast_jax.bench.__main__ import main
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.long(rare=True)
 STEP, PASS = 52.6, 6.1
 """The authors' latencies of a 32B target and of its drafter, in ms."""
 LENGTHS = (3, 4)

@@ -13,7 +13,7 @@ from failfast_jax.bench.answers import RayAnswers
 from failfast_jax.bench.journal import RECORDS
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.long(rare=True)
 QUESTIONS = ["Name a colour.", "Count to five.", "What is 2 + 2?", "Say hello.", "Name a fruit."]
 
 

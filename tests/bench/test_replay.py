@@ -38,7 +38,7 @@ PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for 
 # -- sizes and limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.long
 def test_parameters_of_the_public_models():
     counts = {name: parameters(config) for name, config in CONFIGS.items()}
@@ -281,7 +281,7 @@ def test_on_a_mesh(tmp_path):
     assert whole / 4 < record["needed_bytes"] < 0.6 * whole
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_two_processes_replay_together(tmp_path):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     with socket.socket() as free:

@@ -35,7 +35,7 @@ def answers(engine, monkeypatch):
     return given
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.long
 def test_a_run(answers, tmp_path, capsys, monkeypatch):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
@@ -118,7 +118,7 @@ def test_what_the_engine_refuses(prompt, options, message, answers, tmp_path, ca
     assert not answers and not out.exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_all_drafters_of_one_target(tmp_path, capsys):
     """Each variant with its own drafter, beside those that draft with none; the others are left out by name."""
     field, prompts = GOLDEN / "field", tmp_path / "prompts.jsonl"

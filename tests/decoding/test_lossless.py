@@ -102,9 +102,9 @@ stops = st.lists(st.integers(0, 60), max_size=2)
     "seed, batch, lengths, room",
     [
         (0, 1, {"spec_len": 3, "max_spec_len": 9}, 96),
-        pytest.param(2, 2, LENGTHS, 512, marks=pytest.mark.exhaustive),
-        pytest.param(1, 2, {"spec_len": 4, "max_spec_len": 12}, 512, marks=pytest.mark.exhaustive),
-        pytest.param(2, 1, {"spec_len": 4, "max_spec_len": 12}, 96, marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, LENGTHS, 512, marks=pytest.mark.long(rare=True)),
+        pytest.param(1, 2, {"spec_len": 4, "max_spec_len": 12}, 512, marks=pytest.mark.long(rare=True)),
+        pytest.param(2, 1, {"spec_len": 4, "max_spec_len": 12}, 96, marks=pytest.mark.long(rare=True)),
     ],
 )
 @settings(max_examples=6)

@@ -202,7 +202,7 @@ def test_the_command_calibrates_and_reports(tmp_path, capsys):
     assert "--states 65: must be in [1, 64]" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_a_trained_model_takes_fewer_passes():
     """On prompts that it was neither trained nor calibrated on, at threshold 1.0."""
     done = run_python("tests/trained_dllm.py", without=("XLA_FLAGS",))

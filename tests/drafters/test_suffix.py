@@ -138,7 +138,7 @@ def test_an_engine_learns_from_earlier_answers_without_compiling():
         engine.generate([[5]], **options)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.long
 def test_places_beyond_what_a_float_counts():
     """The text itself lies behind a corpus of 2^24 - 1 places, which float32 does not tell apart."""

@@ -30,7 +30,7 @@ def test_every_split_gives_the_tokens_of_one_device(report):
     assert len(verdicts) == 15 and all(verdicts.values()), verdicts
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_every_split_at_batch_one_and_eight():
     done = run_python("tests/tensor_parallel.py", "grid")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -127,7 +127,7 @@ def texts(answer: httpx.Response) -> list[str]:
 
 @pytest.mark.parametrize(
     "processes",
-    [(*SERVE, *LAYERS), pytest.param((*SERVE, *ROWS), marks=pytest.mark.exhaustive)],
+    [(*SERVE, *LAYERS), pytest.param((*SERVE, *ROWS), marks=pytest.mark.long(rare=True))],
     indirect=True,
     ids=["layers", "rows"],
 )
@@ -164,7 +164,7 @@ def test_both_end_when_they_are_told(processes, site):
     assert second.wait(40) == 0 and "Traceback" not in second.stderr.read()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.parametrize("processes", [("chat", "--max-new-tokens", "20", *LAYERS)], indirect=True)
 def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
     """Another method is another queue everywhere; Ctrl-C that comes to all of them is for the first."""
@@ -184,7 +184,7 @@ def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
     assert second.wait(40) == 0 and second.stdout.read() == ""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_two_processes_are_scored_as_one(tmp_path):
     """By the harness' own command, which process 0 alone runs: both kinds of questions."""
     pytest.importorskip("lm_eval")
@@ -216,7 +216,7 @@ def test_two_processes_are_scored_as_one(tmp_path):
         np.testing.assert_allclose(*(np.asarray([x[0][0] for x in r], float) for r in (mine, theirs)), rtol=1e-4)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_ends_the_server(kill, processes, site):
     """Also one that is there, and silent."""

@@ -148,7 +148,7 @@ def test_a_released_model_is_written_as_it_was_read(name, tmp_path):
     np.testing.assert_array_equal(logits(tmp_path / "again"), logits(GOLDEN / name))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_the_folder_drafts_for_another_target(run_folder, target, tmp_path):
     """One with other layers and the same tokens, with every method that takes such a drafter."""
     other = shutil.copytree(GOLDEN / "field" / "qwen3_a", tmp_path / "other")

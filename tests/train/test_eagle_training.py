@@ -117,7 +117,7 @@ def test_the_start_is_the_targets_last_layer(qk_norm):
     ("draft_ids", "borrow"),
     [
         pytest.param(None, False, marks=pytest.mark.long),
-        pytest.param(DRAFT_IDS, True, marks=pytest.mark.exhaustive),
+        pytest.param(DRAFT_IDS, True, marks=pytest.mark.long(rare=True)),
     ],
 )
 def test_a_folder_gives_the_same_drafter(documents, target, tmp_path, draft_ids, borrow):

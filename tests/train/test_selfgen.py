@@ -90,7 +90,7 @@ raise SystemExit(main(["selfgen", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_two_processes_write_as_one(make, openings, tmp_path):
     """A batch shared between them; the second one has no folder of its own, and goes on where the first says."""
     alone = tmp_path / "alone"

@@ -249,7 +249,7 @@ def test_missing_data_are_named(tmp_path, capsys):
     assert "nothing.npz: no such file or folder" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 @pytest.mark.long
 def test_two_devices_learn_what_one_does(data, tmp_path, capsys):
     """The same losses from a batch that two (simulated) devices share, and a measurement at the end."""

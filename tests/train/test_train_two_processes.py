@@ -113,7 +113,7 @@ def assert_same(one: Path, two: Path) -> None:
         np.testing.assert_allclose(second[name], value, atol=2e-4, err_msg=name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_two_processes_learn_what_one_does(documents, tmp_path, alone):
     """A whole model, of which each of four devices has a part; in two pieces."""
     (whole, report), out = alone("diffusion"), tmp_path / "run"
@@ -133,7 +133,7 @@ def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family)
     assert_same(whole, out)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_two_processes_calibrate_one_graph(documents, tmp_path):
     """Each writes the graph to its --out, for its own host's copy of the model."""
     words = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_untied"), "--data", str(documents), "--prompts", "4"]
@@ -149,7 +149,7 @@ def test_two_processes_calibrate_one_graph(documents, tmp_path):
     assert len(texts) == 1 and len(json.loads(texts.pop())["states"]) == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_features_are_cached_once_for_all_processes(documents, tmp_path):
     """Begun by two processes in two pieces, and read by one."""
     one, two = (words("dflash", documents, tmp_path / name, "--steps", "4") for name in ("one", "two"))
@@ -162,7 +162,7 @@ def test_features_are_cached_once_for_all_processes(documents, tmp_path):
     assert_same(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long(rare=True)
 def test_a_lost_process_ends_the_other_and_one_goes_on(documents, tmp_path, alone):
     whole, _ = alone("diffusion")
     flags = words("diffusion", documents, tmp_path / "run")

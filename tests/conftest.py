@@ -55,8 +55,13 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, print_b
 settings.load_profile("repeatable")
 
 
+LONGEST = ("test_tpu_compile", "test_tpu_mutants", "test_examples", "test_simulated_tpu", "test_tpu", "test_field")
+"""Files that take longest: they run first, so that no worker waits for another at the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out rare tests unless FAILFAST_TEST_RARE is set."""
+    """Orders files, and leaves out rare tests unless FAILFAST_TEST_RARE is set."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     rare = [item for item in items if any(mark.kwargs.get("rare") for mark in item.iter_markers("long"))]
     if rare and not RARE:
         config.hook.pytest_deselected(items=rare)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 
 import pytest
 from fuzzed_commands import ENOUGH, commands, main_of
@@ -151,19 +150,6 @@ def test_what_threads_say_of_being_cut_short(debugging, interrupts, monkeypatch,
     assert ("it is gone" in caplog.text) is ("cut off" in said) is debugging, said
 
 
-@pytest.mark.parametrize("verbosity, said", [("normal", "WARNING: full\n"), ("quiet", ""), ("debug", "library.py:3: ")])
-def test_warnings_of_libraries_are_lines(verbosity, said):
-    """pytest keeps warnings to itself: what would be shown is asked for."""
-    found = []
-
-    def work():
-        found.append(warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()"))
-
-    assert command_line.run(work, verbosity=verbosity) == 0
-    assert found[0].startswith(said) and (found[0] == said) == (verbosity != "debug")
-    assert warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()").startswith("library.py:3: ")
-
-
 @pytest.mark.parametrize("words", [(doctor.main, "--quiet"), (qwen2.main, "nowhere out --debug")])
 def test_every_command_takes_the_flags_that_its_messages_name(words, monkeypatch, capsys):
     main, line = words
@@ -184,11 +170,6 @@ def test_the_harness_refuses_in_a_line(capsys):
     assert ended.value.code == command_line.USAGE_ERROR
     said = capsys.readouterr().err
     assert said.startswith("error: argument subcommand: invalid choice: 'walk'") and said.count("\n") == 1
-
-
-def test_a_graph_goes_beside_a_model_that_there_is(capsys):
-    assert train(["spiffy", "--target", "absent/", "--data", "prompts.jsonl"]) == 2
-    assert capsys.readouterr().err.startswith("error: --target absent/: ")
 
 
 @pytest.mark.parametrize("name", [*commands(), "tpu_scripts.aot_report", "tpu_scripts.first_ten_minutes"])

@@ -103,7 +103,7 @@ def test_a_mesh_must_have_all_processes(report, devices):
     )
 
 
-@pytest.mark.parametrize("count", tiers([1, 4], quick=[1]))
+@pytest.mark.parametrize("count", tiers([1, 4], quick=[], long=[1]))
 def test_a_lost_process_ends_the_other(count):
     first, second = started(count, "lose")
     assert first.stdout.readline() == "answering\n", first.communicate()[1]

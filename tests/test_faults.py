@@ -267,6 +267,7 @@ def test_costs_that_cannot_be_kept_are_no_error(tmp_path, monkeypatch, caplog):
         assert book.stored() == {}
 
 
+@pytest.mark.long
 def test_two_processes_share_a_cache(tmp_path):
     """Both begin with an empty one, at once."""
     words = ["-m", "failfast_jax.generate", *ASKED, "--compile-cache", tmp_path / "cache", "--json"]

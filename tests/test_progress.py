@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import tqdm.std as tqdm_module
@@ -138,15 +136,6 @@ def test_a_reader_that_is_gone_ends_nothing(monkeypatch):
         monkeypatch.setattr(bar.fp, "write", gone, raising=False)
         bar.update()
         bar.update()
-
-
-def test_bars_are_made_in_one_place():
-    """What `--quiet` silences, and what says less where stderr is no terminal."""
-    package = Path(progress.__file__).parent
-    makers = [
-        path.name for path in package.rglob("*.py") if re.search(r"\btqdm\(|\(tqdm\)", path.read_text(encoding="utf-8"))
-    ]
-    assert makers == ["progress.py"]
 
 
 def test_quiet_says_nothing_but_the_answer(capsys):

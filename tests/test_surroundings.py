@@ -85,16 +85,6 @@ def test_a_tpu_that_is_not_there(platforms, monkeypatch, capsys):
         environment.check()
 
 
-def test_the_doctor_says_what_jax_cannot_use(monkeypatch, capsys):
-    def refuse():
-        raise AssertionError
-
-    monkeypatch.setattr(jax, "devices", refuse)
-    monkeypatch.setattr(doctor, "CHECKS", (doctor.devices, doctor.devices, doctor.kernels))
-    [finding] = doctor.findings()
-    assert finding.state == doctor.BROKEN and "JAX cannot use" in finding.text and "JAX_PLATFORMS=" in finding.text
-
-
 @pytest.mark.parametrize(
     "driver, plugins, advice",
     [
@@ -159,11 +149,6 @@ def test_a_gpu_that_jax_leaves_aside_is_said_once(monkeypatch, tmp_path, caplog)
     )
 
 
-def test_other_errors_stay_what_they_are():
-    assert environment.no_device(RuntimeError("a fault of ours")) is None
-    assert environment.no_device(KeyError("likewise")) is None
-
-
 # Flags.
 
 
@@ -208,6 +193,7 @@ def test_flags_that_libtpu_does_not_know(name, flag, message, monkeypatch):
         environment.check_flags(tuple((each, flag * (each == name)) for each in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")))
 
 
+@pytest.mark.long
 def test_the_tests_flags_are_those_that_whoever_reads_them_knows():
     """jaxlib's own, in a process that loads libtpu, too, where there is one; and unknown ones are left out."""
     assert xla_flags.known(("--xla_no_such_flag=1", xla_flags.QUICK[0], "--nor_this")) == xla_flags.QUICK[:1]
@@ -241,7 +227,7 @@ def test_the_tests_have_full_precision_and_no_flags_on_a_tpu_or_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "koi8-r", "shift_jis", "utf-8", "utf-16-le"])
+@pytest.mark.parametrize("encoding", ["ascii", "koi8-r", "shift_jis", "utf-16-le"])
 def test_what_a_terminal_cannot_show_is_escaped(encoding, errors, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors))

@@ -17,163 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.checkpoints.block_drafter_folder import save_dspark
 from failfast_jax.decoding.picking import argmax
-from failfast_jax.models.block_network import DSpark, DSparkConfig, bind
+from failfast_jax.models.block_network import DSpark, bind
 from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_start import fit_rows, start_of
-from failfast_jax.train.feature_cache import FeatureCache, captured_layers
-from failfast_jax.train.objective import FeatureObjective, Materials
+from failfast_jax.train.feature_cache import FeatureCache
+from failfast_jax.train.objective import FeatureObjective, Materials, RowsAfter, agreement, sample_anchors
 from failfast_jax.train.train_config import TrainConfig
-
-
-def sample_blocks(
-    key: Array, batch: dict[str, Array], rows: int, options: TrainConfig
-) -> tuple[Int[Array, "B A"], Int[Array, "B A"]]:
-    """Draws anchors (positions of the last committed token) and the number of known rows, at least 1, of each block.
-
-    Args:
-      rows: of a block.
-    """
-    anchor_key, share_key, count_key = jax.random.split(key, 3)
-    anchors = sample_anchors(anchor_key, batch, options.anchors)
-    longer = jax.random.uniform(share_key, anchors.shape) < (options.prefix_fraction or 0.0)
-    known = jax.random.randint(count_key, anchors.shape, 2, max(rows, 2) + 1)
-    return anchors, jnp.where(longer, jnp.minimum(known, rows), 1)
-
-
-def sample_anchors(key: Array, batch: dict[str, Array], count: int) -> Int[Array, "B A"]:
-    """Draws `count` positions per document from which a token of the answer is predicted, at least 1."""
-    shape = (batch["tokens"].shape[0], count)
-    # The first anchor is the prompt's last token; the token after the last anchor must exist.
-    first = jnp.maximum(batch["prompt_length"] - 1, 1)[:, None]
-    last = batch["length"][:, None] - 2
-    anchors = first + jnp.floor(jax.random.uniform(key, shape) * (last - first + 1)).astype(jnp.int32)
-    return jnp.clip(anchors, first, last)
-
-
-def loss(
-    model: DSpark, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: TrainConfig
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the weighted loss over the masked rows of random blocks.
-
-    Args:
-      constants: `target` (Decoder), `head` `[v, E]`, `lookup` `[V]` (draft id of a token, -1 outside the draft
-        vocabulary).
-      batch: `tokens` `[B, T]`, `prompt_length`, `length` `[B]`, `features` `[B, T, C, E]` of `captured_layers`.
-
-    Returns:
-      The loss; metrics: `accepted` (mean length of the agreeing prefix of drafts without known rows), `first`
-      (agreement of their first token), `ce`, `l1`, and `confidence_error` (mean distance of the confidence from the
-      chance of acceptance).
-    """
-    anchors, known_rows = sample_blocks(key, batch, model.config.rows, options)
-    return loss_of_blocks(model, constants, batch, anchors, known_rows, options=options)
-
-
-def loss_of_blocks(
-    model: DSpark,
-    constants: dict[str, Any],
-    batch: dict[str, Array],
-    anchors: Int[Array, "B A"],
-    known_rows: Int[Array, "B A"],
-    *,
-    options: TrainConfig,
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the `loss` of the blocks with these anchors and numbers of known rows."""
-    # anchor 8, known rows 2, block 4: rows at 8 9 10 11 predict 9 10 11 12; the first drafted token is 10, so that the
-    # ranks are -1 0 1 2, and rows with a negative rank have weight 0.
-    rows = jnp.arange(model.config.block_size)
-    at = anchors[..., None] + rows  # [B, A, R]: positions of the rows; row r predicts at + 1
-    clipped = jnp.minimum(at, batch["tokens"].shape[1] - 2)
-    everyone = jnp.arange(at.shape[0])[:, None, None]
-    tokens = batch["tokens"][everyone, clipped]
-    log_q, confidence = predictions(model, constants, batch, anchors, tokens, known_rows=known_rows)
-
-    rank = rows - known_rows[..., None] + 1  # 0 for the first drafted token
-    exists = (rank >= 0) & (at + 1 < batch["length"][:, None, None])
-    weights = exists.astype(jnp.float32)
-    if options.position_decay:
-        weights = weights * jnp.exp(-jnp.maximum(rank, 0) / options.position_decay)
-    total = jnp.maximum(weights.sum(), 1e-6)
-
-    def mean(values: Float[Array, "B A R"]) -> Float[Array, ""]:
-        return jnp.sum(values * weights) / total
-
-    labels = constants["lookup"][batch["tokens"][everyone, clipped + 1]]
-    ce = -jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-    ce = mean(ce * (labels >= 0))
-    distance = jnp.abs(jnp.exp(log_q) - _teacher(model.config, constants, batch)[everyone, clipped]).sum(-1)
-    l1 = mean(distance)
-    value = options.ce_weight * ce + options.l1_weight * l1
-    metrics = {"ce": ce, "l1": l1}
-    right = (argmax(jax.lax.stop_gradient(log_q)) == labels) & exists
-    if confidence is not None:
-        greedy = options.confidence_for == "greedy"
-        chance = right.astype(jnp.float32) if greedy else jax.lax.stop_gradient(1 - distance / 2)
-        value += options.confidence_weight * mean(_binary_cross_entropy(confidence, chance))
-        metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
-
-    fresh = known_rows == 1
-    accepted = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1)
-    count = jnp.maximum(fresh.sum(), 1)
-    metrics |= {"accepted": jnp.sum(accepted * fresh) / count, "first": jnp.sum(right[..., 0] * fresh) / count}
-    return value, metrics
-
-
-def _binary_cross_entropy(logits: Float[Array, "*R"], chance: Float[Array, "*R"]) -> Float[Array, "*R"]:
-    return -(chance * jax.nn.log_sigmoid(logits) + (1 - chance) * jax.nn.log_sigmoid(-logits))
-
-
-def predictions(
-    model: DSpark,
-    constants: dict[str, Any],
-    batch: dict[str, Array],
-    anchors: Int[Array, "B A"],
-    tokens: Int[Array, "B A R"],
-    *,
-    known_rows: Int[Array, "B A"],
-) -> tuple[Float[Array, "B A R v"], Float[Array, "B A R"] | None]:
-    """Returns each row's log-probabilities over the draft vocabulary, after the text's own tokens, and the confidence
-    head's logits, if there is one.
-
-    Args:
-      tokens: the text's at the rows' positions.
-    """
-    config, target = model.config, constants["target"]
-    captured = captured_layers(config.feature_layers, target.config.num_layers)
-    features = batch["features"][:, :, np.asarray([captured.index(layer) for layer in config.feature_layers])]
-    known = jnp.arange(config.block_size) < known_rows[..., None]
-    root = jnp.take_along_axis(features, anchors[..., None, None] - 1, axis=1)
-    hidden = model.blocks(model.inputs(target.embed[...], tokens, known, root), features, anchors)
-    logits = jnp.einsum("bare,ve->barv", hidden, constants["head"].astype(hidden.dtype)).astype(jnp.float32)
-    before = None
-    if model.markov is not None:
-        before = model.markov.embedded(tokens)
-        logits += model.markov.bias(_codes(model.markov, before, hidden))
-    confidence = None if model.confidence is None else model.confidence_logits(hidden, before)
-    return jax.nn.log_softmax(logits, axis=-1), confidence
-
-
-def _codes(
-    markov: MarkovHead, before: Float[Array, "B A R r"], hidden: Float[Array, "B A R E"]
-) -> Float[Array, "B A R r"]:
-    """Returns the codes that the Markov head projects, row after row."""
-    state, codes = jnp.zeros_like(before[:, :, 0]), []
-    for row in range(before.shape[2]):
-        state, code = markov.step(state, before[:, :, row], hidden[:, :, row])
-        codes.append(code)
-    return jnp.stack(codes, axis=2)
-
-
-def _teacher(config: DSparkConfig, constants, batch) -> Float[Array, "B T v"]:
-    """Returns the target's probabilities at every position, over the draft vocabulary."""
-    target = constants["target"]
-    last = target.config.num_layers - 1
-    features = batch["features"][:, :, captured_layers(config.feature_layers, last + 1).index(last)]
-    logits = jnp.einsum(
-        "bte,ve->btv", target.norm(features.astype(target.dtype)), constants["head"], preferred_element_type=jnp.float32
-    )
-    return jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1))
 
 
 def _is_head(path: tuple[Any, ...], _: Any) -> bool:
@@ -181,13 +31,9 @@ def _is_head(path: tuple[Any, ...], _: Any) -> bool:
 
 
 class BlockObjective(FeatureObjective):
-    """`Objective` of a block drafter. With `--freeze`, only the Markov and confidence heads are trained.
+    """`Objective` of a block drafter. With `--freeze`, only the Markov and confidence heads are trained."""
 
-    Args:
-      model: the network.
-    """
-
-    loss_of, write = staticmethod(loss), staticmethod(save_dspark)
+    write = staticmethod(save_dspark)
 
     def __init__(
         self,
@@ -204,11 +50,7 @@ class BlockObjective(FeatureObjective):
 
     @classmethod
     def from_config(cls, config: TrainConfig, materials: Materials) -> BlockObjective:
-        """Builds the objective of a run; the input projections start from a ridge regression where there are any.
-
-        Raises:
-          DataError, OptionError, OutOfTime: see `start_of` and `Materials.feature_cache`.
-        """
+        """Builds the objective of a run; the input projections start from a ridge regression where there are any."""
         model, draft_ids = start_of(config, materials)
         cache = materials.feature_cache(config, model.config.feature_layers)
         objective = cls(model, materials.target, draft_ids, config, cache)
@@ -217,9 +59,79 @@ class BlockObjective(FeatureObjective):
         fit_rows(objective, model, config, materials)
         return cls(model, materials.target, draft_ids, config, cache)
 
+    def sample(self, key, batch):
+        """Draws anchors (positions of the last committed token) and the number of known rows, at least 1, of blocks."""
+        rows = self.config.rows
+        anchor_key, share_key, count_key = jax.random.split(key, 3)
+        anchors = sample_anchors(anchor_key, batch, self.options.anchors)
+        longer = jax.random.uniform(share_key, anchors.shape) < (self.options.prefix_fraction or 0.0)
+        known = jax.random.randint(count_key, anchors.shape, 2, max(rows, 2) + 1)
+        return anchors, jnp.where(longer, jnp.minimum(known, rows), 1)
+
+    def loss_at(self, model, constants, batch, anchors, known_rows):
+        """Returns the weighted loss over the masked rows of blocks, and metrics: `accepted` and `first` of drafts
+        without known rows, `ce`, `l1`, and `confidence_error` (mean distance of the confidence from the chance of
+        acceptance).
+
+        Args:
+          constants: also `head` `[v, E]`, the target's over the draft vocabulary.
+        """
+        # anchor 8, known rows 2, block 4: rows at 8 9 10 11 predict 9 10 11 12; the first drafted token is 10, so that
+        # the ranks are -1 0 1 2, and rows with a negative rank have weight 0.
+        options = self.options
+        rows = RowsAfter.of(anchors, self.config.block_size, batch, constants["lookup"])
+        log_q, confidence = self._predictions(model, constants, batch, anchors, known_rows, rows.tokens)
+        rank = jnp.arange(self.config.block_size) - known_rows[..., None] + 1
+        exists = rows.exists & (rank >= 0)
+        weights = exists.astype(jnp.float32)
+        if options.position_decay:
+            weights = weights * jnp.exp(-jnp.maximum(rank, 0) / options.position_decay)
+        total = jnp.maximum(weights.sum(), 1e-6)
+
+        def mean(values: Float[Array, "B A R"]) -> Float[Array, ""]:
+            return jnp.sum(values * weights) / total
+
+        ce = -jnp.take_along_axis(log_q, jnp.maximum(rows.labels, 0)[..., None], -1)[..., 0]
+        ce = mean(ce * (rows.labels >= 0))
+        distance = jnp.abs(jnp.exp(log_q) - _teacher(constants, batch)[rows.texts, rows.at]).sum(-1)
+        l1 = mean(distance)
+        value, metrics = options.ce_weight * ce + options.l1_weight * l1, {"ce": ce, "l1": l1}
+        right = (argmax(jax.lax.stop_gradient(log_q)) == rows.labels) & exists
+        if confidence is not None:
+            greedy = options.confidence_for == "greedy"
+            chance = right.astype(jnp.float32) if greedy else jax.lax.stop_gradient(1 - distance / 2)
+            entropy = -(chance * jax.nn.log_sigmoid(confidence) + (1 - chance) * jax.nn.log_sigmoid(-confidence))
+            value += options.confidence_weight * mean(entropy)
+            metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
+        return value, metrics | agreement(right, known_rows == 1)
+
+    def _predictions(
+        self,
+        model: DSpark,
+        constants: dict[str, Any],
+        batch: dict[str, Array],
+        anchors: Int[Array, "B A"],
+        known_rows: Int[Array, "B A"],
+        tokens: Int[Array, "B A R"],
+    ) -> tuple[Float[Array, "B A R v"], Float[Array, "B A R"] | None]:
+        """Returns each row's log-probabilities over the draft vocabulary, after the text's own tokens, and the
+        confidence head's logits, if there is one."""
+        features = self.drafter_features(batch)
+        known = jnp.arange(self.config.block_size) < known_rows[..., None]
+        root = jnp.take_along_axis(features, anchors[..., None, None] - 1, axis=1)
+        inputs = model.inputs(constants["target"].embed[...], tokens, known, root)
+        hidden = model.blocks(inputs, features, anchors)
+        logits = jnp.einsum("bare,ve->barv", hidden, constants["head"].astype(hidden.dtype)).astype(jnp.float32)
+        before = None
+        if model.markov is not None:
+            before = model.markov.embedded(tokens)
+            logits += model.markov.bias(_codes(model.markov, before, hidden))
+        confidence = None if model.confidence is None else model.confidence_logits(hidden, before)
+        return jax.nn.log_softmax(logits, axis=-1), confidence
+
     @property
     def calibrates(self) -> bool:
-        """Returns true if its confidence head predicts greedy acceptance, which held-out drafts show."""
+        """True if its confidence head predicts greedy acceptance, which held-out drafts show."""
         options = self.options
         return self.config.confidence and options.confidence_for == "greedy" and options.confidence_weight > 0
 
@@ -233,3 +145,21 @@ class BlockObjective(FeatureObjective):
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
+
+
+def _codes(
+    markov: MarkovHead, before: Float[Array, "B A R r"], hidden: Float[Array, "B A R E"]
+) -> Float[Array, "B A R r"]:
+    """Returns the codes that the Markov head projects, row after row."""
+    state, codes = jnp.zeros_like(before[:, :, 0]), []
+    for row in range(before.shape[2]):
+        state, code = markov.step(state, before[:, :, row], hidden[:, :, row])
+        codes.append(code)
+    return jnp.stack(codes, axis=2)
+
+
+def _teacher(constants: dict[str, Any], batch: dict[str, Array]) -> Float[Array, "B T v"]:
+    """Returns the target's probabilities at every position, over the draft vocabulary."""
+    hidden = constants["target"].norm(batch["features"][:, :, -1].astype(constants["target"].dtype))
+    logits = jnp.einsum("bte,ve->btv", hidden, constants["head"], preferred_element_type=jnp.float32)
+    return jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1))

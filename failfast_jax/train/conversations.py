@@ -20,8 +20,9 @@ from failfast_jax.template_rendering import has_template, render
 from failfast_jax.train.documents import HUB, DataError, Document, kind
 from failfast_jax.util import progress
 
-ROLES = ("system", "user", "assistant", "tool")
-SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
+TURNS = ("messages", "conversations")
+"""Columns of whole conversations: turns with `role` and `content`, or with `from` and `value`."""
 PAIRS = (
     *(("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("question", "response")),
     *(("instruction", "output"), ("instruction", "response"), ("query", "response"), ("problem", "solution")),
@@ -29,19 +30,28 @@ PAIRS = (
 """Columns of a question and its answer. `input` follows an `instruction`, `context` precedes the question, and
 `history` has earlier pairs."""
 SYSTEM = ("system", "system_prompt")
-TURN = ("role", "from", "content", "value", "weight")
+TEXT = "text"
+FORMS = f"{', '.join(map(repr, TURNS))}, {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
+READ_FIELDS = ("role", "from", "content", "value", "weight")
 """Fields of turns that are read here; a chat template reads the others."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that count as absent; false and 0 do not (`train: false` of a turn)."""
-TEXT = "text"
-FORMS = f"'messages', 'conversations', {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
 OTHERWISE = "the chat template writes otherwise than a prompt and its answers"
 NO_WEIGHT = "have only answers of weight 0"
 NO_CALLS = "have tool calls, for which the chat template has no words"
+MOST_NAMED = 20
+PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""First bytes of gzip, zip, bzip2, xz and zstd."""
+Rows = Iterator[tuple[str, Any]]
+"""Places in a file, for messages, and the rows there."""
 
 
-@dataclasses.dataclass
-class Chat:
+class RowError(ValueError):
+    """A row that cannot be used; the reader of its file adds the place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
     """A row's conversation.
 
     Attributes:
@@ -57,39 +67,6 @@ class Chat:
     columns: set[str]
 
 
-MOST_NAMED = 20
-PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""First bytes of gzip, zip, bzip2, xz and zstd."""
-
-
-class Omissions:
-    """Counts of documents that are left out, and of columns and fields that are not used, by name, for one message."""
-
-    def __init__(self) -> None:
-        self.left_out: Counter[str] = Counter()
-        self.unused: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-
-    def leave_out(self, reason: str, where: str) -> None:
-        """Counts a document."""
-        self.left_out[reason] += 1
-        self.first.setdefault(reason, where.rpartition(": ")[2])
-
-    def left(self) -> str:
-        """Describes the documents that are left out."""
-        return "; ".join(f"{n} that {why} (first: {self.first[why]})" for why, n in self.left_out.items())
-
-    def note(self, file: Path) -> None:
-        """Prints the counts, if there are any."""
-        if self.left_out:
-            progress.note(f"{file}: documents left out: {self.left()}")
-        if self.unused:
-            named = [f"{name} ({n})" for name, n in self.unused.most_common(MOST_NAMED)]
-            progress.note(
-                f"{file}: columns and fields not used: {', '.join(named)}{', ...' * (len(self.unused) > MOST_NAMED)}"
-            )
-
-
 def check_template(file: Path, tokenizer: Any) -> None:
     """Raises DataError: a file of text needs a chat template, and the target has none."""
     if not has_template(tokenizer):
@@ -99,9 +76,8 @@ def check_template(file: Path, tokenizer: Any) -> None:
 def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bool = False) -> list[Document]:
     """Reads a file of text or a dataset of the Hub as documents, as the tokenizer's chat template writes them.
 
-    A row has `messages` (`role`, `content`) or `conversations` (`from`: human or gpt, `value`), or one of `PAIRS`. A
-    drafter that reads its target's features should learn from that target's own answers: have the target write them
-    anew where they are another's.
+    A row has one of `TURNS` or of `PAIRS`. A drafter that reads its target's features should learn from that target's
+    own answers: have the target write them anew where they are another's.
 
     A document is left out where prompt and answer together, token by token, differ from the template's text of the
     whole conversation: the drafter would learn what its target never sees. Such documents, and columns and fields that
@@ -117,61 +93,59 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     """
     check_template(file, tokenizer)
     documents: list[Document] = []
-    omissions = Omissions()
-    for where, row in ROWS[kind(file)](file):
-        if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
-            new, columns = [_text(row[TEXT], tokenizer)], {TEXT}
-        else:
-            chat = _chat(row, where)
-            new, columns = list(_documents(chat, tokenizer, where, omissions, whole)), chat.columns
-        omissions.unused.update(f"column {name!r}" for name in row if name not in columns and row[name] not in EMPTY)
-        documents += new
-        if any(np.concatenate(document[:2]).max() >= vocab_size for document in new):
-            raise DataError(f"{where}: a token outside the target's vocabulary of {vocab_size}")
+    left_out: dict[str, list[str]] = {}
+    unused: Counter[str] = Counter()
+    for place, row in ROWS[kind(file)](file):
+        try:
+            for document in _documents(row, tokenizer, unused, whole):
+                if isinstance(document, str):
+                    left_out.setdefault(document, []).append(place)
+                    continue
+                if np.concatenate(document[:2]).max() >= vocab_size:
+                    raise RowError(f"a token outside the target's vocabulary of {vocab_size}")
+                documents.append(document)
+        except (RowError, PromptError) as error:
+            raise DataError(f"{file}: {place}: {error}") from None
+    left = "; ".join(f"{len(places)} that {reason} (first: {places[0]})" for reason, places in left_out.items())
     if not documents:
-        raise DataError(
-            f"{file}: no conversations{': all are left out: ' if omissions.left_out else ''}{omissions.left()}"
-        )
-    omissions.note(file)
+        raise DataError(f"{file}: no conversations{': all are left out: ' if left else ''}{left}")
+    if left:
+        progress.note(f"{file}: documents left out: {left}")
+    if unused:
+        names = ", ".join(f"{name} ({count})" for name, count in unused.most_common(MOST_NAMED))
+        more = ", ..." if len(unused) > MOST_NAMED else ""
+        progress.note(f"{file}: columns and fields not used: {names}{more}")
     return documents
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _json_rows(file: Path) -> Rows:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            where = f"{file}: line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text) if text.strip() else {}
+                if text.strip():
+                    yield f"line {number}", json.loads(text)
             except UnicodeDecodeError as error:
                 packed = "compressed: unpack it" if line.startswith(PACKED) else f"not UTF-8 text ({error.reason})"
-                raise DataError(f"{where}: {packed}") from None
+                raise DataError(f"{file}: line {number}: {packed}") from None
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not JSON ({error})") from None
-            if not isinstance(row, Mapping):
-                raise DataError(f"{where}: must be an object with {FORMS}")
-            if text.strip():
-                yield where, row
+                raise DataError(f"{file}: line {number}: not JSON ({error})") from None
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(file: Path) -> Rows:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise DataError(f'{file}: Parquet files need pyarrow: pip install "failfast-jax[train]", or pyarrow') from None
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file}: row {number}", row
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        yield from _numbered(row for batch in batches for row in batch.to_pylist())
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: bytes that are not UTF-8, too
         raise DataError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
 
 
-def _hub_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _hub_rows(path: Path) -> Rows:
     name, _, split = str(path).partition(":")
     try:
         import datasets
@@ -184,73 +158,129 @@ def _hub_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             rows = datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # the Hub's client, the cache and the readers of files each raise their own kinds
         cause = silence or error
-        reason = str(cause).splitlines()[0] if str(cause) else ""
+        reason = (str(cause).splitlines() or [""])[0]
         raise DataError(
             f"{path}: no such file or folder, and no dataset that is in the Hub's cache or could be fetched "
             f"({type(cause).__name__}: {reason}); --data takes NAME/NAME:SPLIT (without a split: train)"
         ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", row
+    yield from _numbered(rows)
 
 
-ROWS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
-    ".jsonl": _json_rows,
-    ".parquet": _parquet_rows,
-    HUB: _hub_rows,
-}
-"""Readers of rows, by kind: each row with its place, for messages."""
+def _numbered(rows: Any) -> Rows:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _chat(row: Mapping[str, Any], where: str) -> Chat:
+ROWS: dict[str, Callable[[Path], Rows]] = {".jsonl": _json_rows, ".parquet": _parquet_rows, HUB: _hub_rows}
+"""Readers of rows, by kind of file."""
+
+
+def _documents(row: Any, tokenizer: Any, unused: Counter[str], whole: bool) -> Iterator[Document | str]:
+    """Yields the documents of a row: one of all answers if `whole`, else one of each; for a document that is left out,
+    the reason. Adds columns and fields that are not used to `unused`."""
+    if not isinstance(row, Mapping):
+        raise RowError(f"must be an object with {FORMS}")
+    if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
+        unused.update(_unused_columns(row, {TEXT}))
+        yield _plain_text(row[TEXT], tokenizer)
+        return
+    conversation = _conversation(row)
+    template = str(tokenizer.chat_template)  # several templates by name are a dictionary
+    unused.update(_unused_columns(row, conversation.columns))
+    unused.update(_unread(conversation, template))
+    if not conversation.learned:
+        yield NO_WEIGHT
+        return
+    for learned in [conversation.learned] if whole else [[number] for number in conversation.learned]:
+        calls = any("tool_calls" in message for message in conversation.messages[: learned[-1] + 1])
+        if calls and "tool_calls" not in template:
+            yield NO_CALLS
+        elif (document := _document(conversation, learned, tokenizer, unused)) is None:
+            yield OTHERWISE
+        else:
+            yield document if whole else document[:2]
+
+
+def _unused_columns(row: Mapping[str, Any], used: set[str]) -> Iterator[str]:
+    return (f"column {name!r}" for name in row if name not in used and row[name] not in EMPTY)
+
+
+def _unread(conversation: Conversation, template: str) -> Iterator[str]:
+    """Yields the fields of turns, and the column of tools, that a chat template does not read."""
+    for message in conversation.messages:
+        for name in message:  # reasoning is passed to templates under each of its names
+            read = "|".join(map(re.escape, REASONING if name in REASONING else (name,)))
+            if name not in READ_FIELDS and not re.search(rf"\b(?:{read})\b", template):
+                yield f"field {name!r} of turns"
+    if conversation.tools and not re.search(r"\btools\b", template):
+        yield "column 'tools', for which the chat template has no words"
+
+
+def _conversation(row: Mapping[str, Any]) -> Conversation:
     """Returns a row's conversation, in which somebody answers."""
-    column = next((name for name in ("messages", "conversations") if row.get(name)), None)
-    turns, columns = (row[column], {column}) if column else _pair(row, where)
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: must be an object with {FORMS}")
+    turns, columns = _turns(row)
     for name in SYSTEM:
-        if system := _column_text(row, name, where):
+        if system := _column_text(row, name):
             columns.add(name)
             first = turns[0] if isinstance(turns[0], Mapping) else {}
             if (first.get("role") or first.get("from")) != "system":
                 turns = [{"role": "system", "content": system}, *turns]
             elif system not in (first.get("content"), first.get("value")):
-                raise DataError(f"{where}: column {name!r} and a system message that says something else; keep one")
-    messages = [_message(turn if isinstance(turn, Mapping) else {}, where) for turn in turns]
+                raise RowError(f"column {name!r} and a system message that says something else; keep one")
+    messages = [_message(turn if isinstance(turn, Mapping) else {}) for turn in turns]
+    answers = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
+    if not answers:
+        raise RowError("nobody answers")
     weights = [turn.get("weight") for turn in turns]
     if bad := [weight for weight in weights if weight not in (None, 0, 1)]:
-        raise DataError(f"{where}: weight {bad[0]!r} of a turn: must be 0, which is not learned, or 1")
-    answers = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
-    if not answers:
-        raise DataError(f"{where}: nobody answers")
+        raise RowError(f"weight {bad[0]!r} of a turn: must be 0, which is not learned, or 1")
     if tools := row.get("tools"):
         columns.add("tools")
         tools = _parsed(tools)
         if not isinstance(tools, list):
-            raise DataError(f"{where}: column 'tools' must be a list")
-    return Chat(messages, [at for at in answers if weights[at] != 0], tools or None, columns)
+            raise RowError("column 'tools' must be a list")
+    return Conversation(messages, [number for number in answers if weights[number] != 0], tools or None, columns)
 
 
-def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _turns(row: Mapping[str, Any]) -> tuple[list[Any], set[str]]:
+    """Returns a row's turns, and the columns that hold them."""
+    column = next((name for name in TURNS if row.get(name)), None)
+    if column and isinstance(row[column], list):
+        return row[column], {column}
+    question, answer = next((pair for pair in PAIRS if row.get(pair[0]) and row.get(pair[1])), (None, None))
+    if column or question is None:
+        raise RowError(f"must be an object with {FORMS}")
+    names = ("context", question, "input") if question == "instruction" else ("context", question)
+    parts = {name: text for name in names if (text := _column_text(row, name))}
+    history = row.get("history") or []
+    pairs = [*history, ("\n\n".join(parts.values()), row[answer])] if isinstance(history, list) else [history]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise RowError("column 'history' must be a list of questions with answers")
+    roles = ("user", "assistant")
+    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
+    return turns, {*parts, answer, "history"}
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a turn as templates take it, with all its fields."""
     role = SPEAKERS.get(str(turn.get("role") or turn.get("from")))
     content = turn.get("content") or turn.get("value")
-    fields = {name: value for name, value in turn.items() if value not in EMPTY and name not in TURN}
+    fields = {name: value for name, value in turn.items() if value not in EMPTY and name not in READ_FIELDS}
     if calls := fields.get("tool_calls"):
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-            raise DataError(f"{where}: 'tool_calls' of a turn must be a list of objects, got {calls!r}")
-        fields["tool_calls"] = [_call(call) for call in calls]
+            raise RowError(f"'tool_calls' of a turn must be a list of objects, got {calls!r}")
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
         content = content or ""
     if role is None or not isinstance(content, str):
-        raise DataError(f"{where}: a turn must say who speaks ({', '.join(SPEAKERS)}) and what, got {turn!r}")
+        raise RowError(f"a turn must say who speaks ({', '.join(SPEAKERS)}) and what, got {turn!r}")
     if re.search("[\ud800-\udfff]", content):
-        raise DataError(f"{where}: half of a surrogate pair, which is no character, in {content[:60]!a}")
+        raise RowError(f"half of a surrogate pair, which is no character, in {content[:60]!a}")
     return {"role": role, "content": content, **fields}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool call with its arguments as an object: OpenAI has JSON text, templates write JSON themselves."""
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call(call["function"])}
+        return {**call, "function": _with_parsed_arguments(call["function"])}
     return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else dict(call)
 
 
@@ -268,56 +298,15 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _column_text(row: Mapping[str, Any], name: str, where: str) -> str:
+def _column_text(row: Mapping[str, Any], name: str) -> str:
     """Returns a column of text, empty if it is absent."""
     if not isinstance(value := row.get(name) or "", str):
-        raise DataError(f"{where}: column {name!r} must be text, got {value!r:.60}")
+        raise RowError(f"column {name!r} must be text, got {value!r:.60}")
     return value
 
 
-def _pair(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, set[str]]:
-    """Returns a question and its answer as turns, and the columns that hold them."""
-    for question, answer in PAIRS:
-        if row.get(question) and row.get(answer):
-            after = "input" if question == "instruction" else ""
-            parts = {name: _column_text(row, name, where) for name in ("context", question, after)}
-            parts = {name: text for name, text in parts.items() if text}
-            asked, history = "\n\n".join(parts.values()), row.get("history") or []
-            pairs = [*history, (asked, row[answer])] if isinstance(history, list) else [history]
-            if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-                raise DataError(f"{where}: column 'history' must be a list of questions with answers")
-            roles = ("user", "assistant")
-            turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
-            return turns, {*parts, answer, "history"}
-    return None, set()
-
-
-def _documents(
-    chat: Chat, tokenizer: Any, where: str, omissions: Omissions, whole: bool
-) -> Iterator[tuple[Any, Any] | tuple[Any, Any, Any]]:
-    """Yields the documents of a conversation: one of all answers if `whole`, else one of each."""
-    template = str(tokenizer.chat_template)  # several templates by name are a dictionary
-    for message in chat.messages:
-        for name in message:  # reasoning is passed to templates under each of its names
-            read = "|".join(map(re.escape, REASONING if name in REASONING else (name,)))
-            if name not in TURN and not re.search(rf"\b(?:{read})\b", template):
-                omissions.unused[f"field {name!r} of turns"] += 1
-    if chat.tools and not re.search(r"\btools\b", template):
-        omissions.unused["column 'tools', for which the chat template has no words"] += 1
-    if not chat.learned:
-        return omissions.leave_out(NO_WEIGHT, where)
-    for learned in [chat.learned] if whole else [[at] for at in chat.learned]:
-        calls = any("tool_calls" in message for message in chat.messages[: learned[-1] + 1])
-        if calls and "tool_calls" not in template:
-            omissions.leave_out(NO_CALLS, where)
-        elif (document := _document(chat, learned, tokenizer, where, omissions)) is None:
-            omissions.leave_out(OTHERWISE, where)
-        else:
-            yield document if whole else document[:2]
-
-
 def _document(
-    chat: Chat, learned: list[int], tokenizer: Any, where: str, omissions: Omissions
+    conversation: Conversation, learned: list[int], tokenizer: Any, unused: Counter[str]
 ) -> tuple[Any, Any, np.ndarray] | None:
     """Returns the conversation up to its last answer to learn from, and a mask of these answers.
 
@@ -326,25 +315,23 @@ def _document(
         ids        <s> user hi </s> <s> assistant hello </s> <s> user bye </s> ...
         labelled                                   x     x                            learned: the first answer
     """
+    messages, last = conversation.messages, learned[-1]
+    tools = {} if conversation.tools is None else {"tools": conversation.tools}
 
     def written(end: int, **options: Any) -> tuple[str, list[int]]:
-        tools = {} if chat.tools is None else {"tools": chat.tools}
-        try:
-            text = render(chat.messages[:end], tokenizer, "--target", **tools, **options)
-        except PromptError as error:
-            raise DataError(f"{where}: {error}") from None
+        text = render(messages[:end], tokenizer, "--target", **tools, **options)
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    text, ids = written(learned[-1] + 1)
-    if not all(name in text for message in chat.messages[: learned[-1] + 1] for name in _called(message)):
+    text, ids = written(last + 1)
+    if not all(name in text for message in messages[: last + 1] for name in _called(message)):
         return None
-    for message in chat.messages[: learned[-1]] if learned[-1] == chat.learned[-1] else ():  # once
+    for message in messages[:last] if last == conversation.learned[-1] else ():  # once
         if message["role"] != "assistant" and message["content"].strip() not in text:
-            omissions.unused[f"{message['role']} turns, which the chat template does not write"] += 1
+            unused[f"{message['role']} turns, which the chat template does not write"] += 1
     labelled, first = np.zeros(len(ids), bool), None
-    for at in learned:
-        _, start = written(at, add_generation_prompt=True)
-        end = ids if at == learned[-1] else written(at + 1)[1]
+    for number in learned:
+        _, start = written(number, add_generation_prompt=True)
+        end = ids if number == last else written(number + 1)[1]
         if not len(start) < len(end) or ids[: len(start)] != start or ids[: len(end)] != end:
             return None
         labelled[len(start) : len(end)] = True
@@ -353,7 +340,7 @@ def _document(
     return np.asarray(ids[:first], np.int32), np.asarray(ids[first:], np.int32), labelled[first:]
 
 
-def _text(text: str, tokenizer: Any) -> Document:
+def _plain_text(text: str, tokenizer: Any) -> Document:
     """Returns a plain text as a document; its first token is the prompt."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if tokenizer.eos_token_id is not None:

@@ -27,6 +27,7 @@ class _Texts(NamedTuple):
 
     Attributes:
       noised: copies of the texts with masks.
+      tokens: the clean texts.
       seen: tokens of each text that other positions see; None: all.
       segment: of each block the number of its document, where documents of a row do not see each other.
       teacher: the target's logits, of which row i - 1 scores token i.
@@ -46,13 +47,12 @@ def loss(
     options: TrainConfig,
     *,
     spread: Spread | None = None,
-    scan: bool = False,
     head_chunk: int = HEAD_CHUNK,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the objective on one batch: cross-entropy, and optionally KL, on the masked positions.
 
-    Labels are the data's own tokens (of self-generated data: the target's greedy ones), shifted as in
-    decoding, see `source_rows`. The masks are those of `corrupt` with this `key`.
+    Labels are the data's own tokens (of self-generated data: the target's greedy ones), shifted as in decoding, see
+    `source_rows`. The masks are those of `corrupt` with this `key`.
 
     Args:
       batch: `tokens` Int[B, L], and which of them are answers, in one of two forms. A document per row: `prompt_length`
@@ -62,7 +62,6 @@ def loss(
         row i - 1 scores token i; T may be smaller than the drafter's vocabulary.
       options: static.
       spread: devices over which texts and parameters are spread; None: wherever XLA puts them.
-      scan: run the layers as a loop, see `paired_forward.forward_pair`.
       head_chunk: rows of logits in memory at a time.
 
     Returns:
@@ -74,24 +73,44 @@ def loss(
       ValueError: L is no multiple of the block size, the model has no mask token, or the teacher's logits are
         missing or too wide.
     """
-    config = model.config
-    teacher = _checked_teacher(model, batch, options)
+    config, teacher = model.config, batch.get("teacher_logits") if options.kl_weight else None
+    if config.mask_token_id is None:
+        raise ValueError("the model's config has no mask_token_id: not a block-diffusion model")
+    if options.kl_weight and teacher is None:
+        raise ValueError(f"kl_weight {options.kl_weight} needs teacher_logits in the batch")
+    if teacher is not None and teacher.shape[-1] > config.vocab_size:
+        raise ValueError(f"teacher_logits over {teacher.shape[-1]} ids for a drafter with {config.vocab_size}")
     tokens, maskable, seen = _layout(batch, config.mask_token_id, config.block_size)
     noised, masked = corrupt(key, tokens, maskable, config.mask_token_id, config.block_size, options=options)
     texts = _Texts(noised.reshape(-1, *tokens.shape), tokens, seen, batch.get("segment"), teacher)
 
     def scores(model: Decoder, texts: _Texts, gather: Callable | None = None) -> tuple[Array, Array, Array]:
-        rows, labels, at = _labelled_rows(model, texts, options.block_start, scan, gather)
-        score_mask = options.mask_logit == "scored"
-        parts = _chunked_scores(model, rows, labels, texts.teacher, at, score_mask=score_mask, chunk=head_chunk)
-        return tuple(x.reshape(texts.noised.shape) for x in parts)
+        noised = texts.noised.reshape(-1, texts.tokens.shape[1])
+        pair = forward_pair(model, noised, texts.tokens, texts.seen, texts.segment, gather=gather)
+        hidden = source_rows(*pair, model.config.block_size, options.block_start)
+        return _scores(model, hidden, texts, score_mask=options.mask_logit == "scored", chunk=head_chunk)
 
     parts = scores(model, texts) if spread is None else _on_devices(scores, model, texts, spread)
-    cross_entropy, correct, kl = (x.reshape(masked.shape) for x in parts)
-    total, metrics = _weighted(masked, cross_entropy, correct, kl, block=config.block_size, options=options)
-    if teacher is None:
-        del metrics["kl"]
-    return total, metrics
+    cross_entropy, correct, kl = (part.reshape(masked.shape) for part in parts)
+    rank = jnp.cumsum(in_blocks(masked, config.block_size), -1).reshape(masked.shape)
+    # masked 0 1 1 0 | 1 1 1 0, position_decay 2: rank 0 1 2 2 | 1 2 3 3, weight 0 1 .61 0 | 1 .61 .37 0
+    decay = options.position_decay
+    weight = jnp.where(masked, jnp.exp((1 - rank) / decay) if decay else 1.0, 0.0)
+    # A block's first label weighs 1, so that only a batch without labels has a smaller sum.
+    normaliser = jnp.maximum(weight.sum(), 1.0)
+    cross_entropy, kl = jnp.sum(weight * cross_entropy) / normaliser, jnp.sum(weight * kl) / normaliser
+    total = (1 - options.kl_weight) * cross_entropy + options.kl_weight * kl
+    first = masked & (rank == 1)
+    labels, firsts = masked.sum(), first.sum()
+    metrics = {
+        "loss": total,
+        "cross_entropy": cross_entropy,
+        "accuracy": (correct & masked).sum() / jnp.maximum(labels, 1),
+        "first_accuracy": (correct & first).sum() / jnp.maximum(firsts, 1),
+        "labels": labels,
+        "firsts": firsts,
+    }
+    return total, metrics if teacher is None else metrics | {"kl": kl}
 
 
 def _layout(
@@ -113,21 +132,6 @@ def _layout(
     return tokens, maskable, (length + block - 1) // block * block
 
 
-def _labelled_rows(
-    model: Decoder, texts: _Texts, block_start: str, scan: bool, gather: Callable | None
-) -> tuple[Float[Array, "R E"], Int[Array, " R"], Int[Array, "R 2"]]:
-    """Returns the hidden state that predicts each position of each noised copy, masked or not; that position's token;
-    and the teacher's (text, row) for it."""
-    copies, (count, length) = texts.noised.shape[0], texts.tokens.shape
-    noised = texts.noised.reshape(-1, length)
-    pair = forward_pair(model, noised, texts.tokens, texts.seen, texts.segment, scan=scan, gather=gather)
-    hidden = source_rows(*pair, model.config.block_size, block_start)
-    labels = jnp.tile(texts.tokens, (copies, 1)).reshape(-1)
-    text, row = jnp.meshgrid(jnp.arange(count), jnp.maximum(jnp.arange(length) - 1, 0), indexing="ij")
-    at = jnp.tile(jnp.stack([text, row], -1), (copies, 1, 1)).reshape(-1, 2)
-    return hidden.reshape(-1, hidden.shape[-1]), labels, at
-
-
 def _on_devices(scores: Callable, model: Decoder, texts: _Texts, spread: Spread) -> tuple:
     """Runs `scores` on each device for its own texts; a layer's parameters are put together where it runs."""
     layer = spread.gather(model.layers[0])
@@ -138,101 +142,46 @@ def _on_devices(scores: Callable, model: Decoder, texts: _Texts, spread: Spread)
     return run(model, texts)
 
 
-def _checked_teacher(model: Decoder, batch: Mapping[str, Array], options: TrainConfig) -> Array | None:
-    if model.config.mask_token_id is None:
-        raise ValueError("the model's config has no mask_token_id: not a block-diffusion model")
-    teacher = batch.get("teacher_logits") if options.kl_weight else None
-    if options.kl_weight and teacher is None:
-        raise ValueError(f"kl_weight {options.kl_weight} needs teacher_logits in the batch")
-    if teacher is not None and teacher.shape[-1] > model.config.vocab_size:
-        raise ValueError(f"teacher_logits over {teacher.shape[-1]} ids for a drafter with {model.config.vocab_size}")
-    return teacher
-
-
-def _weighted(
-    masked: Bool[Array, "M L"],
-    cross_entropy: Float[Array, "M L"],
-    correct: Bool[Array, "M L"],
-    kl: Float[Array, "M L"],
-    *,
-    block: int,
-    options: TrainConfig,
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the weighted mean over the masked positions, and metrics."""
-    rank = jnp.cumsum(in_blocks(masked, block), -1).reshape(masked.shape)
-    # masked 0 1 1 0 | 1 1 1 0, position_decay 2: rank 0 1 2 2 | 1 2 3 3, weight 0 1 .61 0 | 1 .61 .37 0
-    decay = options.position_decay
-    weight = jnp.where(masked, jnp.exp((1 - rank) / decay) if decay else 1.0, 0.0)
-    # A block's first label weighs 1, so that only a batch without labels has a smaller sum.
-    normaliser = jnp.maximum(weight.sum(), 1.0)
-    cross_entropy = jnp.sum(weight * cross_entropy) / normaliser
-    kl = jnp.sum(weight * kl) / normaliser
-    total = (1 - options.kl_weight) * cross_entropy + options.kl_weight * kl
-    first = masked & (rank == 1)
-    labels, firsts = masked.sum(), first.sum()
-    return total, {
-        "loss": total,
-        "cross_entropy": cross_entropy,
-        "kl": kl,
-        "accuracy": (correct & masked).sum() / jnp.maximum(labels, 1),
-        "first_accuracy": (correct & first).sum() / jnp.maximum(firsts, 1),
-        "labels": labels,
-        "firsts": firsts,
-    }
-
-
 def _scores(
-    model: Decoder,
-    hidden: Float[Array, "R E"],
-    labels: Int[Array, " R"],
-    teacher: Float[Array, "B L T"] | None,
-    at: Int[Array, "R 2"],
-    *,
-    score_mask: bool,
-) -> tuple[Float[Array, " R"], Bool[Array, " R"], Float[Array, " R"]]:
-    """Returns each row's cross-entropy with its label, whether its argmax is the label, and KL(teacher || model).
+    model: Decoder, hidden: Float[Array, "M L E"], texts: _Texts, *, score_mask: bool, chunk: int
+) -> tuple[Float[Array, "C B L"], Bool[Array, "C B L"], Float[Array, "C B L"]]:
+    """Returns each position's cross-entropy with its token, whether the argmax is that token, and KL(teacher || model).
 
-    Both distributions are without the mask token, unless `score_mask`. `at` holds the teacher's (text, row) for each
-    row.
+    Both distributions are without the mask token, unless `score_mask`. `chunk` rows of logits are in memory at a time,
+    and are computed again in the backward pass.
+
+    Args:
+      hidden: rows that predict the positions of the noised copies, masked or not.
     """
-    mask_token = model.config.mask_token_id
-    raw = model.logits_of(hidden)
-    logits = raw if score_mask else forbid(raw, mask_token, raw.shape[-1])
-    normaliser = jax.nn.logsumexp(logits, -1)
-    # The label's own logit is read before the mask token's is hidden: a row that does not count may be labelled so.
-    cross_entropy = normaliser - jnp.take_along_axis(raw, labels[:, None], -1)[:, 0]
-    correct = argmax(jax.lax.stop_gradient(logits)) == labels
-    if teacher is None:
-        return cross_entropy, correct, jnp.zeros_like(cross_entropy)
-    target = forbid(teacher[at[:, 0], at[:, 1]].astype(jnp.float32), mask_token, teacher.shape[-1])
-    log_target = jax.nn.log_softmax(target, -1)
-    log_drafter = raw[:, : teacher.shape[-1]] - normaliser[:, None]
-    # Tokens of probability 0 add nothing, though their logarithm is -inf; nor do the NaNs of rows without a teacher.
-    possible = log_target > -jnp.inf
-    share = jnp.where(possible, jnp.exp(log_target), 0.0)
-    return cross_entropy, correct, jnp.sum(share * (jnp.where(possible, log_target, 0.0) - log_drafter), -1)
+    (copies, count, length), teacher, mask_token = texts.noised.shape, texts.teacher, model.config.mask_token_id
+    # Two texts of three tokens: the teacher's rows for the tokens of each are (text, row) 00 00 01, 10 10 11.
+    text, row = jnp.meshgrid(jnp.arange(count), jnp.maximum(jnp.arange(length) - 1, 0), indexing="ij")
+    columns = (
+        hidden.reshape(-1, hidden.shape[-1]),
+        *(jnp.tile(x, (copies, 1)).reshape(-1) for x in (texts.tokens, text, row)),
+    )
 
+    @jax.checkpoint
+    def of_chunk(rows: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        hidden, labels, text, row = rows
+        raw = model.logits_of(hidden)
+        logits = raw if score_mask else forbid(raw, mask_token, raw.shape[-1])
+        normaliser = jax.nn.logsumexp(logits, -1)
+        # The label's own logit is read before the mask token's is hidden: a row that does not count may be labelled so.
+        cross_entropy = normaliser - jnp.take_along_axis(raw, labels[:, None], -1)[:, 0]
+        correct = argmax(jax.lax.stop_gradient(logits)) == labels
+        if teacher is None:
+            return cross_entropy, correct, jnp.zeros_like(cross_entropy)
+        target = forbid(teacher[text, row].astype(jnp.float32), mask_token, teacher.shape[-1])
+        log_target = jax.nn.log_softmax(target, -1)
+        log_drafter = raw[:, : teacher.shape[-1]] - normaliser[:, None]
+        # Tokens of probability 0 add nothing, though their logarithm is -inf; nor do NaNs of rows without a teacher.
+        possible = log_target > -jnp.inf
+        share = jnp.where(possible, jnp.exp(log_target), 0.0)
+        return cross_entropy, correct, jnp.sum(share * (jnp.where(possible, log_target, 0.0) - log_drafter), -1)
 
-def _chunked_scores(
-    model: Decoder,
-    hidden: Float[Array, "R E"],
-    labels: Int[Array, " R"],
-    teacher: Float[Array, "B L T"] | None,
-    at: Int[Array, "R 2"],
-    *,
-    score_mask: bool,
-    chunk: int,
-) -> tuple[Float[Array, " R"], Bool[Array, " R"], Float[Array, " R"]]:
-    """Returns `_scores`, `chunk` rows at a time; their logits are computed again in the backward pass."""
-    rows = hidden.shape[0]
+    def in_chunks(x: Array) -> Array:
+        return jnp.pad(x, ((0, -len(x) % chunk), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
 
-    def in_chunks(x):
-        padded = jnp.pad(x, ((0, -rows % chunk), *((0, 0),) * (x.ndim - 1)))
-        return padded.reshape(-1, chunk, *x.shape[1:])
-
-    def of_chunk(chunk):
-        hidden, labels, at = chunk
-        return _scores(model, hidden, labels, teacher, at, score_mask=score_mask)
-
-    out = jax.lax.map(jax.checkpoint(of_chunk), (in_chunks(hidden), in_chunks(labels), in_chunks(at)))
-    return jax.tree.map(lambda x: x.reshape(-1)[:rows], out)
+    parts = jax.lax.map(of_chunk, tuple(map(in_chunks, columns)))
+    return tuple(part.reshape(-1)[: copies * count * length].reshape(copies, count, length) for part in parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.diffusion_loss import loss
-from failfast_jax.train.objective import Materials
+from failfast_jax.train.objective import Materials, Objective
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import FREEZABLE, TrainConfig
 
@@ -109,83 +108,7 @@ def _skeleton(config: ModelConfig) -> Skeleton:
     return Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs))
 
 
-class MaskedObjective:
-    """An `Objective` of block diffusion.
-
-    Args:
-      config: of the model.
-    """
-
-    calibrates = False
-
-    def __init__(self, config: ModelConfig, options: TrainConfig):
-        self.config, self.options = config, options
-
-    def prepare(self, batch):
-        names = ("tokens", "labelled", "segment") if "labelled" in batch else ("tokens", "prompt_length", "length")
-        return {name: batch[name] for name in names if name in batch}
-
-    def tokens(self, batch):
-        return batch["tokens"].size * (2 if self.options.no_complementary else 3)  # noised and clean rows
-
-
-class StandaloneObjective(MaskedObjective):
-    """`Objective` of the standalone drafter: a block-causal model of some of the target's layers.
-
-    Embedding and head stay the target's.
-
-    Args:
-      layers: target layers that it starts from, in their order.
-    """
-
-    def __init__(self, target: Decoder, layers: tuple[int, ...], options: TrainConfig):
-        super().__init__(target.config.with_mask_row(len(layers), options.block_size), options)
-        self._skeleton = _skeleton(self.config)
-        values = Skeleton.of(target).leaves
-        self.trainable = {}
-        for name in self._skeleton.leaves:
-            part, _, rest = name.partition(".")
-            if part in ("layers", "norm"):
-                number, _, path = rest.partition(".")
-                source = f"layers.{layers[int(number)]}.{path}" if part == "layers" else name
-                self.trainable[name] = jnp.array(values[source][...], jnp.float32)
-        self.trainable["mask"] = mean_embedding(target)
-        self.constants = {"target": target}
-
-    @classmethod
-    def from_config(cls, config: TrainConfig, materials: Materials) -> StandaloneObjective:
-        """Builds the objective of a run."""
-        return cls(materials.target, materials.layers.copied, config)
-
-    def model(self, trainable: dict[str, Any], target: Decoder, dtype: Any) -> Decoder:
-        """Returns the decoder with these parameters, borrowing from `target`."""
-        model = self._skeleton.filled({name: value.astype(dtype) for name, value in trainable.items()})
-        return with_borrowed(model, target, trainable["mask"])
-
-    def loss(self, trainable, constants, batch, key):
-        target = constants["target"]
-        if self.options.kl_weight:
-            batch = {**batch, "teacher_logits": jax.lax.stop_gradient(target.forward(batch["tokens"]))}
-        return loss(self.model(trainable, target, self.options.dtype), batch, key, self.options)
-
-    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
-        """Writes the drafter's folder; `extra` joins its `config.json`."""
-        config = {
-            "family": folders.STANDALONE,
-            "target": self.constants["target"].config.shape_key(),
-            "network": {"num_layers": self.config.num_layers, "block_size": self.config.block_size},
-            **extra,
-        }
-        params = {name: np.asarray(value) for name, value in trainable.items()}
-        folders.save_drafter(folder, config, params, storage=storage)
-
-    def drafter(self, trainable: Any) -> Decoder:
-        """Returns the drafter as an engine takes it."""
-        target = self.constants["target"]
-        return self.model(trainable, target, target.dtype)
-
-
-class DiffusionObjective(MaskedObjective):
+class DiffusionObjective(Objective):
     """`Objective` of a whole block-diffusion model, for any target with its tokens.
 
     Args:
@@ -206,8 +129,7 @@ class DiffusionObjective(MaskedObjective):
         spread: Spread | None = None,
         tokenizer: Any = None,
     ):
-        super().__init__(config, options)
-        self.spread, self.tokenizer = spread, tokenizer
+        self.config, self.options, self.spread, self.tokenizer = config, options, spread, tokenizer
         self._skeleton = _skeleton(config)
         self.trainable = {name: value for name, value in params.items() if name.split(".")[0] not in frozen}
         self.constants = {name: value for name, value in params.items() if name not in self.trainable}
@@ -224,6 +146,13 @@ class DiffusionObjective(MaskedObjective):
         params = start.params(spread)
         return cls(start.config, params, config, frozen=frozen, spread=spread, tokenizer=start.tokenizer)
 
+    def prepare(self, batch):
+        names = ("tokens", "labelled", "segment") if "labelled" in batch else ("tokens", "prompt_length", "length")
+        return {name: batch[name] for name in names if name in batch}
+
+    def tokens(self, batch):
+        return batch["tokens"].size * (2 if self.options.no_complementary else 3)  # noised and clean rows
+
     def model(self, trainable: Mapping[str, Any], constants: Mapping[str, Any], dtype: Any) -> Decoder:
         """Returns the model with these parameters."""
         params = {**constants, **trainable}
@@ -231,12 +160,57 @@ class DiffusionObjective(MaskedObjective):
 
     def loss(self, trainable, constants, batch, key):
         model = self.model(trainable, constants, self.options.dtype)
-        return loss(model, batch, key, self.options, spread=self.spread, scan=True)
+        return loss(model, batch, key, self.options, spread=self.spread)
 
-    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
-        """Writes a folder in Fast-dLLM v2's layout; `extra` joins its `config.json` (`training`)."""
+    def save(self, trainable, folder, *, storage="bfloat16", **extra):
         save_fast_dllm(folder, self.config, {**self.constants, **trainable}, self.tokenizer, storage=storage, **extra)
 
-    def drafter(self, trainable: Any) -> Decoder:
-        """Returns the model as an engine takes it."""
+    def drafter(self, trainable):
         return self.model(trainable, self.constants, as_dtype(None))
+
+
+class StandaloneObjective(DiffusionObjective):
+    """`Objective` of a block-diffusion model of some of the target's layers, which borrows embedding and head.
+
+    Args:
+      layers: target layers that it starts from, in their order.
+    """
+
+    def __init__(self, target: Decoder, layers: tuple[int, ...], options: TrainConfig):
+        config = target.config.with_mask_row(len(layers), options.block_size)
+        values, params = Skeleton.of(target).leaves, {"mask": mean_embedding(target)}
+        for name in _skeleton(config).leaves:
+            part, _, rest = name.partition(".")
+            if part in ("layers", "norm"):
+                number, _, path = rest.partition(".")
+                source = f"layers.{layers[int(number)]}.{path}" if part == "layers" else name
+                params[name] = jnp.array(values[source][...], jnp.float32)
+        super().__init__(config, params, options)
+        self.constants = {"target": target}
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, materials: Materials) -> StandaloneObjective:
+        """Builds the objective of a run."""
+        return cls(materials.target, materials.layers.copied, config)
+
+    def model(self, trainable, constants, dtype):
+        return with_borrowed(super().model(trainable, {}, dtype), constants["target"], trainable["mask"])
+
+    def loss(self, trainable, constants, batch, key):
+        if self.options.kl_weight:
+            teacher = jax.lax.stop_gradient(constants["target"].forward(batch["tokens"]))
+            batch = {**batch, "teacher_logits": teacher}
+        return super().loss(trainable, constants, batch, key)
+
+    def save(self, trainable, folder, *, storage="bfloat16", **extra):
+        config = {
+            "family": folders.STANDALONE,
+            "target": self.constants["target"].config.shape_key(),
+            "network": {"num_layers": self.config.num_layers, "block_size": self.config.block_size},
+            **extra,
+        }
+        params = {name: np.asarray(value) for name, value in trainable.items()}
+        folders.save_drafter(folder, config, params, storage=storage)
+
+    def drafter(self, trainable):
+        return self.model(trainable, self.constants, self.constants["target"].dtype)

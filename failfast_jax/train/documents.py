@@ -19,6 +19,7 @@ import numpy as np
 from failfast_jax.errors import InputError
 from failfast_jax.util.files import write_atomically
 
+PARTS = ("prompt", "answer")
 ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
 FILES, HUB = (".npz", ".jsonl", ".parquet"), "hub"
 """Kinds of training data: suffixes of files, and datasets of the Hugging Face Hub."""
@@ -72,9 +73,27 @@ class Documents:
         labelled = () if self.labelled is None else (np.packbits(np.concatenate(self.labelled)),)
         return hashlib.sha256(b"".join(part.tobytes() for part in (*parts, *labelled))).hexdigest()[:16]
 
-    def answer_tokens(self) -> np.ndarray:
-        """Returns the ids of all answers, concatenated."""
-        return np.concatenate([answer for _, answer in self.pairs()] or [np.zeros(0, np.int32)])
+    def split(self, held_out: int) -> tuple[Documents, Documents]:
+        """Returns the training documents and the `held_out` last ones.
+
+        Raises:
+          DataError: nothing would be left to train on.
+        """
+        if held_out >= len(self):
+            raise DataError(f"--held-out {held_out}: there are only {len(self)} documents")
+        cut = len(self) - held_out
+        return self.take(range(cut)), self.take(range(cut, len(self)))
+
+    def frequent_tokens(self, vocab_size: int, count: int, always: Sequence[int] = ()) -> np.ndarray:
+        """Returns the `count` most frequent tokens of the answers, `always` among them, by ascending id.
+
+        Tokens that never occur fill up by id, so that the result has its size whatever the data.
+        """
+        answers = np.concatenate([answer for _, answer in self.pairs()] or [np.zeros(0, np.int32)])
+        counts = np.bincount(answers, minlength=vocab_size).astype(np.int64)
+        counts[list(always)] = counts.sum() + 1
+        order = np.lexsort((np.arange(vocab_size), -counts))
+        return np.sort(order[:count]).astype(np.int32)
 
 
 def load_documents(
@@ -97,14 +116,14 @@ def load_documents(
     Raises:
       DataError: nothing to read, a damaged or empty file, ids outside the vocabulary, a short document.
     """
+    readers = read or {}
     tokens: list[np.ndarray] = []
     prompts: list[int] = []
     labelled: list[np.ndarray] = []
     whole = False
-    for file in files(paths, (".npz", *(read or ()))):
-        reader = (read or {}).get(kind(file))
-        rows = reader(file) if reader else read_documents(file, vocab_size)
-        for number, (prompt, answer, *marks) in enumerate(rows):
+    for file in files(paths, (".npz", *readers)):
+        reader = readers.get(kind(file))
+        for number, (prompt, answer, *marks) in enumerate(reader(file) if reader else read_documents(file, vocab_size)):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
             if len(document) < shortest or len(prompt) + 1 >= len(document):
                 if skip_short:
@@ -126,8 +145,8 @@ def load_documents(
 
 def kind(path: Path) -> str:
     """Returns a file's suffix; HUB for `NAME/NAME` or `NAME/NAME:SPLIT` that is no file on this machine."""
-    named = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(path)) and path.suffix not in FILES
-    return HUB if named and not path.exists() else path.suffix
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(path)) and path.suffix not in FILES
+    return HUB if is_name and not path.exists() else path.suffix
 
 
 def files(paths: Sequence[Path], kinds: Sequence[str]) -> list[Path]:
@@ -158,22 +177,25 @@ def read_documents(file: Path, vocab_size: int) -> list[Document]:
     """
     arrays = _arrays(file)
     parts = {}
-    for kind in ("prompt", "answer"):
-        ids, lengths = arrays[kind], arrays[f"{kind}_len"].astype(np.int64)
+    for name in PARTS:
+        ids, lengths = arrays[name], arrays[f"{name}_len"].astype(np.int64)
+        ends = np.cumsum(lengths)
+        outside = (ids < 0) | (ids >= vocab_size)
+        problem = None
         if not len(lengths):
-            raise DataError(f"{file}: no documents")
-        if (lengths < 1).any():
-            raise DataError(f"{file}: document {int(np.argmax(lengths < 1))} has an empty {kind}")
-        if lengths.sum() != len(ids):
-            raise DataError(f"{file}: {kind}_len adds up to {lengths.sum()}, but {kind!r} has {len(ids)} ids")
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            bad = int(np.argmax((ids < 0) | (ids >= vocab_size)))
-            document = int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
-            raise DataError(
-                f"{file}: document {document}: token id {int(ids[bad])} in {kind!r} is outside the target's "
-                f"vocabulary of {vocab_size}"
-            )
-        parts[kind] = np.split(ids, np.cumsum(lengths)[:-1])
+            problem = "no documents"
+        elif (lengths < 1).any():
+            problem = f"document {int(np.argmax(lengths < 1))} has an empty {name}"
+        elif ends[-1] != len(ids):
+            problem = f"{name}_len adds up to {ends[-1]}, but {name!r} has {len(ids)} ids"
+        elif outside.any():
+            bad = int(np.argmax(outside))
+            document = int(np.searchsorted(ends, bad, side="right"))
+            place = f"document {document}: token id {int(ids[bad])} in {name!r}"
+            problem = f"{place} is outside the target's vocabulary of {vocab_size}"
+        if problem:
+            raise DataError(f"{file}: {problem}")
+        parts[name] = np.split(ids, ends[:-1])
     if len(parts["prompt"]) != len(parts["answer"]):
         raise DataError(f"{file}: {len(parts['prompt'])} prompts, but {len(parts['answer'])} answers")
     return list(zip(parts["prompt"], parts["answer"]))
@@ -185,15 +207,13 @@ def _arrays(file: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{file}: empty file")
     try:
         with np.load(file, allow_pickle=False) as stored:
-            missing = [name for name in ARRAYS if name not in stored]
-            arrays = {name: stored[name] for name in ARRAYS if name not in missing}
-    except (OSError, ValueError, EOFError, KeyError) as error:
-        raise DataError(f"{file}: not a readable .npz file ({error})") from None
-    except Exception as error:  # zipfile's and zlib's own errors for damaged members
-        raise DataError(f"{file}: damaged ({type(error).__name__}: {error})") from None
-    if missing:
-        raise DataError(f"{file}: array {missing[0]!r} is missing (expected {', '.join(ARRAYS)})")
-    for name, array in arrays.items():
+            arrays = {name: stored[name] for name in ARRAYS if name in stored}
+    except Exception as error:  # of NumPy, and zipfile's and zlib's own errors for damaged members
+        raise DataError(f"{file}: not a readable .npz file ({type(error).__name__}: {error})") from None
+    for name in ARRAYS:
+        if name not in arrays:
+            raise DataError(f"{file}: array {name!r} is missing (expected {', '.join(ARRAYS)})")
+        array = arrays[name]
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise DataError(f"{file}: array {name!r} must be one-dimensional integers, got {array.dtype} {array.shape}")
     return arrays
@@ -203,59 +223,35 @@ def write_documents(path: Path, documents: Iterable[Document], vocab_size: int) 
     """Writes a file of documents, whole or not at all; ids are uint16 where the vocabulary allows, else uint32."""
     dtype = np.uint16 if vocab_size <= LARGEST_UINT16_VOCABULARY else np.uint32
     arrays = {}
-    for kind, lists in zip(("prompt", "answer"), zip(*(document[:2] for document in documents))):
-        arrays[kind] = np.concatenate([np.asarray(ids, dtype) for ids in lists])
-        arrays[f"{kind}_len"] = np.asarray([len(ids) for ids in lists], np.int32)
+    for name, lists in zip(PARTS, zip(*(document[:2] for document in documents))):
+        arrays[name] = np.concatenate([np.asarray(ids, dtype) for ids in lists])
+        arrays[f"{name}_len"] = np.asarray([len(ids) for ids in lists], np.int32)
     content = io.BytesIO()
     np.savez(content, **arrays)
     write_atomically(path, content.getvalue())
 
 
-def split(documents: Documents, held_out: int) -> tuple[Documents, Documents]:
-    """Returns the training documents and the `held_out` last ones.
-
-    Raises:
-      DataError: nothing would be left to train on.
-    """
-    if held_out >= len(documents):
-        raise DataError(f"--held-out {held_out}: there are only {len(documents)} documents")
-    cut = len(documents) - held_out
-    return documents.take(range(cut)), documents.take(range(cut, len(documents)))
-
-
-def frequent_tokens(documents: Documents, vocab_size: int, count: int, always: Sequence[int] = ()) -> np.ndarray:
-    """Returns the `count` most frequent tokens of the answers, `always` among them, by ascending id.
-
-    Tokens that never occur fill up by id, so that the result has its size whatever the data.
-    """
-    counts = np.bincount(documents.answer_tokens(), minlength=vocab_size).astype(np.int64)
-    counts[list(always)] = counts.sum() + 1
-    order = np.lexsort((np.arange(vocab_size), -counts))
-    return np.sort(order[:count]).astype(np.int32)
-
-
+@dataclasses.dataclass(frozen=True)
 class _Rows:
     """Padded documents by index, for Grain to shuffle and batch."""
 
-    def __init__(self, documents: Documents, length: int):
-        self.documents, self.length = documents, length
+    documents: Documents
+    length: int
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        document = self.documents.tokens[index]
-        row = np.zeros(self.length, np.int32)
-        row[: len(document)] = document
+        tokens = self.documents.tokens[index]
         return {
-            "tokens": row,
+            "tokens": np.pad(tokens, (0, self.length - len(tokens))),
             "prompt_length": self.documents.prompt_length[index],
-            "length": np.int32(len(document)),
+            "length": np.int32(len(tokens)),
             "document": np.int32(index),
         }
 
 
-def batches(documents: Documents, *, length: int, batch: int, seed: int):
+def batches(documents: Documents, *, length: int, batch: int, seed: int) -> Any:
     """Returns endless shuffled batches by step number: `batches(...)[step]` is the same on every machine and run.
 
     Returns:

@@ -118,7 +118,7 @@ def _prompts(
     loaded = documents.load_documents(
         args.data, vocab_size=vocab, shortest=3, longest=room, skip_short=True, read=readers
     )
-    rest, held_out = documents.split(loaded, options.held_out)
+    rest, held_out = loaded.split(options.held_out)
     parts = [[prompt.tolist() for prompt, _ in part.pairs()] for part in (rest, held_out)]
     return parts[0][: options.prompts], parts[1]
 

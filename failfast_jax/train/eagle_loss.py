@@ -7,7 +7,6 @@ pass weighs less than the one before.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +18,16 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.checkpoints.eagle_folder import save_eagle
 from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.block_loss import sample_anchors
 from failfast_jax.train.block_start import copy_parameters, scale_norms
-from failfast_jax.train.feature_cache import FeatureCache, captured_layers
-from failfast_jax.train.objective import FeatureObjective, Materials, qwen3_layers
+from failfast_jax.train.feature_cache import FeatureCache
+from failfast_jax.train.objective import (
+    FeatureObjective,
+    Materials,
+    RowsAfter,
+    agreement,
+    qwen3_layers,
+    sample_anchors,
+)
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util import numerics
 
@@ -47,99 +52,15 @@ def initial(target: Decoder, config: EagleConfig, source_layer: int, seed: int) 
         copy_parameters(mine, theirs)
     qkv = jnp.asarray(source.attention.qkv.weight[...], jnp.float32)
     layer.attention.qkv.weight[...] = jnp.concatenate([jnp.zeros_like(qkv), qkv], -1)
-    if source.attention.q_norm is None:
-        if config.base.qk_norm:
-            scale_norms(layer.attention, jnp.tile(layer.hidden_norm.weight[...], 2))
-    else:
+    if source.attention.q_norm is not None:
         copy_parameters(layer.attention.q_norm, source.attention.q_norm)
         copy_parameters(layer.attention.k_norm, source.attention.k_norm)
+    elif config.base.qk_norm:
+        scale_norms(layer.attention, jnp.tile(layer.hidden_norm.weight[...], 2))
     layers = config.feature_layers
-    at = layers.index(source_layer - 1 if source_layer - 1 in layers else max(layers))
-    model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size)
+    column = layers.index(source_layer - 1 if source_layer - 1 in layers else max(layers))
+    model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], column * size)
     return model
-
-
-def loss(
-    model: Eagle, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: TrainConfig
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the weighted cross-entropy of random chains with the target's distributions.
-
-    Args:
-      model: with as many steps as its configuration's `chain`.
-      constants: `target` (Decoder), `lookup` `[V]` (draft id of a token, -1 outside the draft vocabulary).
-      batch: `tokens` `[B, T]`, `prompt_length`, `length` `[B]`, `features` `[B, T, C, E]` of `captured_layers`.
-
-    Returns:
-      The loss; metrics: `accepted` (mean length of the agreeing prefix of the chains), `first` (agreement of their
-      first token), `ce_first` (cross-entropy there, unweighted).
-    """
-    anchors = sample_anchors(key, batch, options.anchors)
-    return loss_of_chains(model, constants, batch, anchors, options)
-
-
-def loss_of_chains(
-    model: Eagle,
-    constants: dict[str, Any],
-    batch: dict[str, Array],
-    anchors: Int[Array, "B A"],
-    options: TrainConfig,
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the `loss` of the chains after these anchors, the positions of the last known tokens."""
-    at = anchors[..., None] + jnp.arange(model.config.chain)  # [B, A, S]: positions of the pairs' tokens
-    exists = at + 1 < batch["length"][:, None, None]
-    clipped = jnp.minimum(at, batch["tokens"].shape[1] - 2)
-    everyone = jnp.arange(at.shape[0])[:, None, None]
-    ce, best = _compared(model, constants, hidden_states(model, constants, batch, anchors), batch, clipped)
-
-    weights = exists * options.step_decay ** jnp.arange(model.config.chain)
-    labels = constants["lookup"][batch["tokens"][everyone, clipped + 1]]
-    right = (best == labels) & exists
-    accepted = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1)
-    metrics = {
-        "ce_first": jnp.sum((ce * exists)[..., 0]) / jnp.maximum(exists[..., 0].sum(), 1),
-        "accepted": jnp.mean(accepted),
-        "first": jnp.mean(right[..., 0]),
-    }
-    return jnp.sum(ce * weights) / jnp.maximum(weights.sum(), 1e-6), metrics
-
-
-def hidden_states(
-    model: Eagle, constants: dict[str, Any], batch: dict[str, Array], anchors: Int[Array, "B A"]
-) -> Float[Array, "B A S E"]:
-    """Returns the hidden state of each pair of the chains, with the text's own tokens as drafts."""
-    target, layers = constants["target"], model.config.feature_layers
-    captured = captured_layers(layers, target.config.num_layers)
-    features = batch["features"][:, :, np.asarray([captured.index(layer) for layer in layers])]
-    return model.chains(target.embed[...][batch["tokens"]], features, anchors, model.config.chain)
-
-
-def _compared(
-    model: Eagle,
-    constants: dict[str, Any],
-    hidden: Float[Array, "B A S E"],
-    batch: dict[str, Array],
-    at: Int[Array, "B A S"],
-) -> tuple[Float[Array, "B A S"], Int[Array, "B A S"]]:
-    """Returns each pair's cross-entropy with the target's distribution, and the draft id that the drafter prefers.
-
-    Args:
-      at: positions where the target predicts the same token.
-    """
-    target = constants["target"]
-    captured = captured_layers(model.config.feature_layers, target.config.num_layers)
-    last = batch["features"][:, :, captured.index(target.config.num_layers - 1)]
-    everyone = jnp.arange(at.shape[0])[:, None]
-
-    # The logits of one step at a time are in memory: the vocabulary may be large.
-    @jax.checkpoint
-    def step(hidden: Float[Array, "B A E"], at: Int[Array, "B A"]) -> tuple[Array, Array]:
-        seen = target.norm(last[everyone, at].astype(target.dtype)).astype(hidden.dtype)
-        p = jax.lax.stop_gradient(jax.nn.softmax(model.head(seen, jnp.float32), -1))
-        log_q = jax.nn.log_softmax(model.logits_of(hidden), -1)
-        return -jnp.sum(p * log_q, -1), jnp.argmax(log_q, -1)
-
-    ce, best = jax.lax.map(lambda of: step(*of), (jnp.moveaxis(hidden, 2, 0), jnp.moveaxis(at, 2, 0)))
-    return jnp.moveaxis(ce, 0, 2), jnp.moveaxis(best, 0, 2)
 
 
 class EagleObjective(FeatureObjective):
@@ -149,7 +70,7 @@ class EagleObjective(FeatureObjective):
       model: its head is replaced by the target's.
     """
 
-    loss_of, write = staticmethod(loss), staticmethod(save_eagle)
+    write = staticmethod(save_eagle)
 
     def __init__(
         self,
@@ -168,20 +89,66 @@ class EagleObjective(FeatureObjective):
 
     @classmethod
     def from_config(cls, config: TrainConfig, materials: Materials) -> EagleObjective:
-        """Builds the objective of a run.
-
-        Raises:
-          DataError, OptionError, OutOfTime: see `Materials.feature_cache`.
-        """
+        """Builds the objective of a run."""
         target, layers = materials.target, materials.layers
         vocab = config.draft_vocab or target.config.vocab_size
         shape = EagleConfig(qwen3_layers(target.config, 1), layers.features, vocab, chain=config.ttt_length)
         draft_ids, cache = materials.draft_ids(config), materials.feature_cache(config, layers.features)
         return cls(initial(target, shape, layers.copied[0], config.seed), target, draft_ids, config, cache)
 
+    def sample(self, key, batch):
+        """Draws anchors, the positions of the last known tokens."""
+        return (sample_anchors(key, batch, self.options.anchors),)
+
+    def loss_at(self, model, constants, batch, anchors):
+        """Returns the weighted cross-entropy of chains with the target's distributions, and metrics: `accepted` and
+        `first` of the chains, `ce_first` (cross-entropy of the first token, unweighted)."""
+        rows = RowsAfter.of(anchors, self.config.chain, batch, constants["lookup"])
+        hidden = self.hidden_states(model, constants, batch, anchors)
+        ce, best = _compared(model, constants["target"], hidden, batch["features"][:, :, -1], rows.at)
+        weights = rows.exists * self.options.step_decay ** jnp.arange(self.config.chain)
+        first = jnp.sum((ce * rows.exists)[..., 0]) / jnp.maximum(rows.exists[..., 0].sum(), 1)
+        right = (best == rows.labels) & rows.exists
+        metrics = {"ce_first": first, **agreement(right, jnp.ones(anchors.shape, bool))}
+        return jnp.sum(ce * weights) / jnp.maximum(weights.sum(), 1e-6), metrics
+
+    def hidden_states(
+        self, model: Eagle, constants: dict[str, Any], batch: dict[str, Array], anchors: Int[Array, "B A"]
+    ) -> Float[Array, "B A S E"]:
+        """Returns the hidden state of each pair of the chains, with the text's own tokens as drafts."""
+        embedded = constants["target"].embed[...][batch["tokens"]]
+        return model.chains(embedded, self.drafter_features(batch), anchors, self.config.chain)
+
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.chain
 
-    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
-        """Writes the drafter's folder as `FeatureObjective.save` does, with the weight of each pass."""
+    def save(self, trainable, folder, *, storage="bfloat16", **extra):
         super().save(trainable, folder, storage=storage, **{"step_loss_decay": self.options.step_decay, **extra})
+
+
+def _compared(
+    model: Eagle,
+    target: Decoder,
+    hidden: Float[Array, "B A S E"],
+    last: Float[Array, "B T E"],
+    at: Int[Array, "B A S"],
+) -> tuple[Float[Array, "B A S"], Int[Array, "B A S"]]:
+    """Returns each pair's cross-entropy with the target's distribution, and the draft id that the drafter prefers.
+
+    Args:
+      last: features of the target's last layer.
+      at: positions where the target predicts the same token.
+    """
+    texts = jnp.arange(at.shape[0])[:, None]
+
+    # The logits of one step at a time are in memory: the vocabulary may be large.
+    @jax.checkpoint
+    def step(pairs: tuple[Float[Array, "B A E"], Int[Array, "B A"]]) -> tuple[Array, Array]:
+        hidden, at = pairs
+        seen = target.norm(last[texts, at].astype(target.dtype)).astype(hidden.dtype)
+        p = jax.lax.stop_gradient(jax.nn.softmax(model.head(seen, jnp.float32), -1))
+        log_q = jax.nn.log_softmax(model.logits_of(hidden), -1)
+        return -jnp.sum(p * log_q, -1), jnp.argmax(log_q, -1)
+
+    parts = jax.lax.map(step, (jnp.moveaxis(hidden, 2, 0), jnp.moveaxis(at, 2, 0)))
+    return tuple(jnp.moveaxis(part, 0, 2) for part in parts)

@@ -38,10 +38,10 @@ def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerC
     Raises:
       OptionError: the target cannot serve the options.
     """
-    if target.is_diffusion:
-        raise OptionError(f"--target {name}: a block-diffusion model; drafters are made from autoregressive targets")
-    if config.seq_len > target.max_position_embeddings:
-        raise OptionError(f"--seq-len {config.seq_len}: the target's context is {target.max_position_embeddings}")
+    is_text = not target.is_diffusion
+    require(is_text, f"--target {name}", "a block-diffusion model; drafters are made from autoregressive targets")
+    context = target.max_position_embeddings
+    require(config.seq_len <= context, f"--seq-len {config.seq_len}", f"the target's context is {context}")
     if config.family in DIFFUSION:
         require(config.layers is None, f"--layers {config.layers}", "--family diffusion trains a whole model")
         return LayerChoice()
@@ -51,12 +51,13 @@ def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerC
         start = config.start_config
         check_target(start, target, resolve_source(config.start), name, start.num_target_layers)
         return LayerChoice(features=config.start_config.feature_layers, cached=cached)
-    if config.mask_token is not None and not 0 <= config.mask_token < target.vocab_size:
-        raise OptionError(f"--mask-token {config.mask_token}: the target's vocabulary has {target.vocab_size} tokens")
+    mask, size = config.mask_token, target.vocab_size
+    known = mask is None or 0 <= mask < size
+    require(known, f"--mask-token {mask}", f"the target's vocabulary has {size} tokens")
     first = {"standalone": 0, "eagle3": last}.get(config.family, max(last - 1, 1))
     copied = _layer_numbers(config.layers, "--layers", last, tuple(range(min(first, last), last + 1)))
-    if config.family == "eagle3" and len(copied) > 1:
-        raise OptionError(f"--layers {config.layers}: an EAGLE-3 drafter has one layer")
+    is_too_deep = config.family == "eagle3" and len(copied) > 1
+    require(not is_too_deep, f"--layers {config.layers}", "an EAGLE-3 drafter has one layer")
     if config.row_features:
         return _row_layers(config, copied, cached, last)
     # The input of the first copied layer, and others at even distances.
@@ -65,9 +66,8 @@ def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerC
 
 
 def _row_layers(config: TrainConfig, copied: tuple[int, ...], cached: tuple[int, ...], last: int) -> LayerChoice:
-    if min(copied) == 0:
-        flag = "--row-features" if config.layers is None else f"--layers {config.layers}"
-        raise OptionError(f"{flag}: layer 0 has no layer before it whose output a drafter could read")
+    flag = "--row-features" if config.layers is None else f"--layers {config.layers}"
+    require(min(copied) > 0, flag, "layer 0 has no layer before it whose output a drafter could read")
     thirds = tuple(dict.fromkeys((round(last / 3), round(last * 2 / 3), last)))
     text = None if config.row_features == THIRDS else config.row_features
     rows = _layer_numbers(text, "--row-features", last, thirds)
@@ -81,9 +81,6 @@ def _layer_numbers(text: str | None, flag: str, last: int, default: tuple[int, .
         layers = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise OptionError(f"{flag} {text!r}: expected layer numbers separated by commas") from None
-    for layer in layers:
-        if not 0 <= layer <= last:
-            raise OptionError(f"{flag} {text}: the target's layers are 0 to {last}")
-    if len(set(layers)) != len(layers):
-        raise OptionError(f"{flag} {text}: a layer is named twice")
+    require(all(0 <= layer <= last for layer in layers), f"{flag} {text}", f"the target's layers are 0 to {last}")
+    require(len({*layers}) == len(layers), f"{flag} {text}", "a layer is named twice")
     return layers

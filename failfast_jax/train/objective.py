@@ -1,4 +1,4 @@
-"""Objectives of a run: the protocol of all families, and the base of drafters that read their target's features."""
+"""Objectives of a run: what all families have, and the base of drafters that read their target's features."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.documents import Documents, frequent_tokens
+from failfast_jax.train.documents import Documents
 from failfast_jax.train.feature_cache import FeatureCache, captured_layers, target_features
 from failfast_jax.train.layer_choice import LayerChoice
 from failfast_jax.train.spread import Spread
@@ -42,11 +43,7 @@ class Materials:
     start: Any = None
 
     def feature_cache(self, config: TrainConfig, feature_layers: tuple[int, ...]) -> FeatureCache | None:
-        """Opens the cache of the target's features and computes what it lacks; None without `--feature-cache`.
-
-        Raises:
-          DataError, OptionError, OutOfTime: see `FeatureCache`.
-        """
+        """Opens the cache of the target's features and computes what it lacks; None without `--feature-cache`."""
         if config.feature_cache is None:
             return None
         layers = captured_layers(feature_layers, self.target.config.num_layers)
@@ -57,37 +54,43 @@ class Materials:
 
     def draft_ids(self, config: TrainConfig) -> np.ndarray | None:
         """Returns the tokens that the drafter may draft, ascending; None: all."""
-        if not config.draft_vocab:
-            return None
         target = self.target.config
-        return frequent_tokens(self.documents, target.vocab_size, config.draft_vocab, target.eos_token_ids)
+        frequent = self.documents.frequent_tokens
+        return frequent(target.vocab_size, config.draft_vocab, target.eos_token_ids) if config.draft_vocab else None
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """Trainable parameters (a pytree of float32 arrays), a loss, and how they become a drafter."""
+class Objective:
+    """Trainable parameters (a pytree of float32 arrays), a loss, and how they become a drafter.
+
+    Attributes:
+      constants: frozen arrays that the loss reads.
+      calibrates: True if `calibrated` corrects its confidence head by drafts on held-out documents at the end.
+    """
 
     trainable: Any
     constants: Any
-    """Frozen arrays that the loss reads."""
-    calibrates: bool
-    """True if `calibrated` corrects its confidence head by drafts on held-out documents at the end."""
+    calibrates: bool = False
 
     def prepare(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Adds to a batch, on the host: cached features, for example."""
-
-    def drafter(self, trainable: Any) -> Any:
-        """Returns the drafter with these parameters, as an engine takes it."""
+        """Returns what the loss reads of a batch; on the host, which adds cached features, for example."""
+        raise NotImplementedError
 
     def loss(self, trainable: Any, constants: Any, batch: dict[str, Any], key: Any) -> tuple[Any, dict[str, Any]]:
         """Returns loss and metrics (scalars); pure. A loss that is a mean over labels has their number in `labels`:
         where several batches make a step they weigh as much, so that the step's loss is the mean of all labels."""
+        raise NotImplementedError
 
     def tokens(self, batch: dict[str, Any]) -> int:
         """Returns the number of rows that one step trains on."""
+        raise NotImplementedError
+
+    def drafter(self, trainable: Any) -> Any:
+        """Returns the drafter with these parameters, as an engine takes it."""
+        raise NotImplementedError
 
     def save(self, trainable: Any, folder: Path, *, storage: str, **extra: Any) -> None:
         """Writes the drafter's folder; `extra` joins its `config.json`."""
+        raise NotImplementedError
 
 
 def qwen3_layers(target: ModelConfig, layers: int) -> ModelConfig:
@@ -96,9 +99,58 @@ def qwen3_layers(target: ModelConfig, layers: int) -> ModelConfig:
     return dataclasses.replace(target, model_type="qwen3", num_layers=layers, qk_norm=True, **without)
 
 
-class FeatureObjective:
+def sample_anchors(key: Array, batch: dict[str, Array], count: int) -> Int[Array, "B A"]:
+    """Draws `count` positions per document from which a token of the answer is predicted, at least 1."""
+    shape = (batch["tokens"].shape[0], count)
+    # The first anchor is the prompt's last token; the token after the last anchor must exist.
+    first = jnp.maximum(batch["prompt_length"] - 1, 1)[:, None]
+    last = batch["length"][:, None] - 2
+    anchors = first + jnp.floor(jax.random.uniform(key, shape) * (last - first + 1)).astype(jnp.int32)
+    return jnp.clip(anchors, first, last)
+
+
+class RowsAfter(NamedTuple):
+    """Rows at and after each anchor, of which each predicts the token after it.
+
+    tokens a b c d e, anchor 2, three rows: at 2 3 3, tokens c d d, labels d e e, exists yes yes no
+
+    Attributes:
+      texts: number of each row's text, for indexing.
+      at: positions, the last ones cut to those that have a next token.
+      tokens: at these positions.
+      labels: draft ids of the tokens after them; -1: outside the draft vocabulary.
+      exists: whether there is such a token.
+    """
+
+    texts: Int[Array, "B 1 1"]
+    at: Int[Array, "B A R"]
+    tokens: Int[Array, "B A R"]
+    labels: Int[Array, "B A R"]
+    exists: Bool[Array, "B A R"]
+
+    @classmethod
+    def of(cls, anchors: Int[Array, "B A"], rows: int, batch: dict[str, Array], lookup: Int[Array, " V"]) -> RowsAfter:
+        """Returns the `rows` rows of each anchor."""
+        at, tokens = anchors[..., None] + jnp.arange(rows), batch["tokens"]
+        exists, at = at + 1 < batch["length"][:, None, None], jnp.minimum(at, tokens.shape[1] - 2)
+        texts = jnp.arange(at.shape[0])[:, None, None]
+        return cls(texts, at, tokens[texts, at], lookup[tokens[texts, at + 1]], exists)
+
+
+def agreement(right: Bool[Array, "B A R"], counted: Bool[Array, "B A"]) -> dict[str, Array]:
+    """Returns metrics of the counted drafts: `accepted` (mean length of the agreeing prefix), and `first` (agreement
+    of the first token)."""
+    accepted, count = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1), jnp.maximum(counted.sum(), 1)
+    return {"accepted": jnp.sum(accepted * counted) / count, "first": jnp.sum(right[..., 0] * counted) / count}
+
+
+class FeatureObjective(Objective):
     """An `Objective` over the target's features. The target is frozen, and so may be a part of the drafter; features
-    are computed or cached on the host. A subclass sets `loss_of` and `write`.
+    are computed or cached on the host. A subclass sets `write`, `sample` and `loss_at`.
+
+    The loss reads `constants`: `target` (Decoder), `frozen`, and `lookup` `[V]` (draft id of a token, -1 outside the
+    draft vocabulary); of a batch `tokens` `[B, T]`, `prompt_length`, `length` `[B]`, and `features` `[B, T, C, E]` of
+    the `captured` layers, of which the target's last is the last.
 
     Args:
       bound: the drafter as an engine takes it.
@@ -107,9 +159,7 @@ class FeatureObjective:
       cache: features of the training documents; None: computed for each batch.
     """
 
-    loss_of: Callable[..., Any]
     write: Callable[..., None]
-    calibrates = False
 
     def __init__(
         self,
@@ -136,6 +186,10 @@ class FeatureObjective:
             return self.cache.batch(batch)
         return target_features(self.constants["target"], batch["tokens"], self.captured)
 
+    def drafter_features(self, batch: dict[str, Array]) -> Float[Array, "B T F E"]:
+        """Returns the features that the drafter reads."""
+        return batch["features"][:, :, np.asarray([self.captured.index(layer) for layer in self.config.feature_layers])]
+
     def prepare(self, batch):
         parts = {name: batch[name] for name in ("tokens", "prompt_length", "length")}
         return parts | {"features": self.features(batch)}
@@ -144,19 +198,25 @@ class FeatureObjective:
         """Returns the network with these parameters; `frozen`: the others, if not as they are here."""
         return nnx.merge(self.graph, trainable, self.constants["frozen"] if frozen is None else frozen)
 
+    def sample(self, key: Array, batch: dict[str, Array]) -> tuple[Array, ...]:
+        """Draws the places of a step: arguments of `loss_at`."""
+        raise NotImplementedError
+
+    def loss_at(self, model: Any, constants: Any, batch: dict[str, Array], *places: Array) -> tuple[Array, dict]:
+        """Returns the `loss` at these places."""
+        raise NotImplementedError
+
     def loss(self, trainable, constants, batch, key):
         dtype = self.options.dtype
         parts = jax.tree.map(lambda x: x.astype(dtype), (trainable, constants["frozen"]))
         batch = {**batch, "features": batch["features"].astype(dtype)}
-        return self.loss_of(self.model(*parts), constants, batch, key, self.options)
+        return self.loss_at(self.model(*parts), constants, batch, *self.sample(key, batch))
 
-    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
-        """Writes the drafter's folder; `extra` joins its `config.json`."""
+    def save(self, trainable, folder, *, storage="bfloat16", **extra):
         model, target = self.bound.replace(network=self.model(trainable)), self.constants["target"].config
         self.write(folder, model, target, storage=storage, borrow=self.options.borrow, **extra)
 
-    def drafter(self, trainable: Any) -> Any:
-        """Returns the drafter as an engine takes it."""
+    def drafter(self, trainable):
         dtype = self.constants["target"].dtype
         parts = jax.tree.map(lambda x: x.astype(dtype), (trainable, self.constants["frozen"]))
         return self.bound.replace(network=self.model(*parts))

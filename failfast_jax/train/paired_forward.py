@@ -7,7 +7,6 @@ are served as they are.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -77,18 +76,6 @@ def pair_attention(
     return out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("block", "gather"))
-def _pair_layer(
-    layer: Layer, x: Float[Array, "B C L E"], rotation, length, segment, *, block: int, gather: Gather | None
-) -> Float[Array, "B C L E"]:
-    """One layer over all copies. The inner jit is traced once for all layers, not once for each."""
-
-    def attend(heads: Array) -> tuple[Array, None]:
-        return pair_attention(*rotated_heads(heads, *rotation), length, segment, block=block), None
-
-    return (layer if gather is None else gather(layer))(x, attend)[0]
-
-
 def forward_pair(
     model: Decoder,
     noised: Int[Array, "M L"],
@@ -96,7 +83,6 @@ def forward_pair(
     length: Int[Array, " B"] | None = None,
     segment: Int[Array, "B n"] | None = None,
     *,
-    scan: bool = False,
     gather: Gather | None = None,
 ) -> tuple[Float[Array, "M L E"], Float[Array, "B L E"]]:
     """Runs noised and clean copies of texts in one pass, both at the text's positions.
@@ -108,8 +94,6 @@ def forward_pair(
       noised: copies of the texts; M may be a multiple of B (row r is of text r mod B), which then share one clean copy.
       length: positions from it on are padding, which no other position sees; None: there is none.
       segment: see `pair_attention`.
-      scan: the layers are a loop over one program, which compiles in the time of one layer, and whose parameters are
-        copied once a step.
       gather: puts a layer together from the parts that the devices of a `shard_map` hold: again in the backward pass,
         so that no more than one layer is whole at a time.
 
@@ -123,18 +107,21 @@ def forward_pair(
     check_blocks(clean.shape[1], block)
     if noised.shape[1] != clean.shape[1] or noised.shape[0] % clean.shape[0]:
         raise ValueError(f"noised copies {noised.shape} do not fit the clean texts {clean.shape}")
-    # Only each layer's input is kept for the backward pass.
-    step = jax.checkpoint(functools.partial(_pair_layer, block=block, gather=gather))
     rotation = rotary(model.config, jnp.arange(clean.shape[1])[None])
+
+    @jax.checkpoint  # only each layer's input is kept for the backward pass
+    def step(layer: Layer, x: Float[Array, "B C L E"]) -> Float[Array, "B C L E"]:
+        def attend(heads: Array) -> tuple[Array, None]:
+            return pair_attention(*rotated_heads(heads, *rotation), length, segment, block=block), None
+
+        return (layer if gather is None else gather(layer))(x, attend)[0]
+
     # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
     copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
     x = model.embed[...][copies].astype(model.dtype)
-    if scan:
-        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
-        x, _ = jax.lax.scan(lambda x, layer: (step(layer, x, rotation, length, segment), None), x, layers)
-    else:
-        for layer in model.layers:
-            x = step(layer, x, rotation, length, segment)
+    # A loop over one program, which compiles in the time of one layer; parameters are copied once per step.
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+    x, _ = jax.lax.scan(lambda x, layer: (step(layer, x), None), x, layers)
     x = model.norm(x).swapaxes(0, 1)
     return x[:-1].reshape(*noised.shape, -1), x[-1]
 

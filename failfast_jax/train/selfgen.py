@@ -19,55 +19,29 @@ A shard is a function of the settings and its number. Running again continues af
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from failfast_jax.checkpoints.checkpoint import DTYPES, as_dtype
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.defaults import load_pair
+from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
-from failfast_jax.options import CommandOptions, add_flags_of, option, require
+from failfast_jax.options import add_flags_of, require
 from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.train.documents import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS_FILE, held_out_prompts, is_held_out, read_openings
 from failfast_jax.train.resume import begin, check_same, is_begun
-from failfast_jax.train.selfgen_writer import FEWEST_SAMPLED, ShardOptions, Writer
+from failfast_jax.train.selfgen_writer import DOCUMENTS, SelfgenOptions, Writer, WriterTexts, settings_of
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime, deadline_after
 from failfast_jax.util.files import sole_writer, user_path
 from failfast_jax.util.progress import progress_bar
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"
-DOCUMENTS = 1024
-"""Default number of documents."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SelfgenOptions(CommandOptions):
-    """Options of the command that are numbers and choices."""
-
-    documents: int | None = option(
-        None, f"rounded up to whole shards; default: {DOCUMENTS}, or all --questions", least=1
-    )
-    batch_size: int = option(16, "documents that are written together", least=1)
-    max_prompt_tokens: int = option(128, "sampled tokens per prompt", least=FEWEST_SAMPLED)
-    max_answer_tokens: int = option(256, "tokens per answer", least=1)
-    temperature: float = option(0.9, "of prompts; answers are greedy", above=0)  # at 0 prompts would repeat
-    top_p: float = option(0.95, "of prompts", above=0, most=1)
-    seed: int = option(0, "random seed of prompts", least=0, most=2**32 - 1)
-    shard_size: int = option(64, "documents per file; best several batches", least=1)
-    method: str = option("vanilla", "how the target decodes", choices=("vanilla", "lookup"))
-    tensor_parallel: int = option(1, "devices that share each layer", least=1)
-    data_parallel: int = option(1, "groups of those that share a batch", least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch_size % self.data_parallel:
-            problem = f"must be a multiple of --data-parallel {self.data_parallel}"
-            raise OptionError(f"--batch-size {self.batch_size}: {problem}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,22 +67,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, help="stop after the shard that ends after this time (exit status 3)")
 
 
-def _shard_options(options: SelfgenOptions, args: argparse.Namespace) -> ShardOptions:
+def _texts(args: argparse.Namespace) -> WriterTexts:
     """Reads the texts that shards depend on, before anything else is loaded."""
-    held_out = held_out_prompts()
-    questions = () if args.questions is None else _questions(args, held_out)
-    texts = {"openings": read_openings(args.openings or OPENINGS_FILE), "held_out": held_out, "questions": questions}
-    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(ShardOptions)}
-    return ShardOptions(**(values | texts))
+    held_out, questions = held_out_prompts(), ()
+    if args.questions is not None:
+        if args.openings is not None:
+            raise OptionError(f"--openings {args.openings}: not with --questions, which are asked as they are")
+        questions = _questions(args.questions, held_out)
+    return WriterTexts(read_openings(args.openings or OPENINGS_FILE), held_out, questions)
 
 
-def _questions(args: argparse.Namespace, held_out: tuple[str, ...]) -> tuple[str, ...]:
+def _questions(name: str, held_out: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the texts of `--questions`, each once, without those that are held out."""
-    flag = f"--questions {args.questions}"
-    if args.openings is not None:
-        raise OptionError(f"--openings {args.openings}: not with --questions, which are asked as they are")
+    flag = f"--questions {name}"
     try:
-        questions = load_dataset(args.questions).questions
+        questions = load_dataset(name).questions
     except (ValueError, OSError) as error:
         raise OptionError(f"{flag}: {error}") from None
     texts = [question.prompt for question in questions if question.follows is None]
@@ -125,32 +98,29 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05}.npz"
 
 
-def work(args: argparse.Namespace) -> None:
-    """Writes the shards that are missing. Of several processes the first one reads and writes the folder."""
+def work(args: argparse.Namespace, load: Callable[..., FailFast] = load_pair) -> None:
+    """Writes the shards that are missing, with the engine that `load` returns. Of several processes the first one reads
+    and writes the folder."""
     options, deadline = SelfgenOptions.given(args), deadline_after(args.minutes)
-    shard = _shard_options(options, args)
-    count = options.documents or len(shard.questions) or DOCUMENTS
-    if shard.questions:
-        count = min(count, len(shard.questions))
-    settings = {
-        "target": args.target or default_target_path().name,
-        "dtype": as_dtype(args.dtype).name,
-        **shard.settings(),
-    }
-    file = args.out / SETTINGS_FILE
-    shards = range(-(-count // options.shard_size))
+    texts = _texts(args)
+    count = options.documents or len(texts.questions) or DOCUMENTS
+    if texts.questions:
+        count = min(count, len(texts.questions))
+    target = args.target or default_target_path().name
+    settings = {"target": target, "dtype": as_dtype(args.dtype).name, **settings_of(options, texts)}
+    file, shards = args.out / SETTINGS_FILE, range(-(-count // options.shard_size))
     check_same(settings)
     begun = processes.run_on_primary(lambda: is_begun(file, settings, SHARDS))
     if begun and not _missing(args.out, shards):
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
     mesh = {"tensor_parallel": options.tensor_parallel, "data_parallel": options.data_parallel}
-    engine = load_pair(args.target, method=options.method, dtype=args.dtype, **mesh)
-    writer = Writer(engine, shard)
+    engine = load(args.target, method=options.method, dtype=args.dtype, **mesh)
+    writer = Writer(engine, options, texts)
     settings |= {
         "vocab_size": engine.target.config.vocab_size,
         "eos_token_ids": list(engine.eos_token_ids),
-        "template": [writer.turn.before, writer.turn.after],
+        "template": list(writer.turn),
     }
     with sole_writer(args.out):
         processes.run_on_primary(lambda: begin(file, settings, SHARDS))
@@ -185,7 +155,7 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         bar.update(documents)
 
     done, total = (len(shards) - len(missing)) * size, len(shards) * size
-    if questions := writer.options.questions:
+    if questions := writer.texts.questions:
         done, total = min(done, len(questions)), min(total, len(questions))
     with progress_bar("selfgen", "doc", total=total, initial=done) as bar:
         for number in shards:

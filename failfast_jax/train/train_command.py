@@ -96,7 +96,7 @@ def work(args: argparse.Namespace) -> None:
         "documents_digest": rows.digest(),
     }
     rows = rows.take(np.random.default_rng(config.seed).permutation(len(rows)))
-    train, held_out = documents.split(rows, config.held_out)
+    train, held_out = rows.split(config.held_out)
     check_same(settings)
     folder = args.out / "drafter"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,33 +229,32 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for field in settings():
             check_value(field, getattr(self, field.name))
-        self._check_run()
-        if self.cache_layers and not self.feature_cache:
-            raise OptionError(f"--cache-layers {self.cache_layers}: needs --feature-cache, where they are stored")
-        if self.family in BLOCKS and (self.eval_spec_len or 0) > self.rows:
-            raise OptionError(f"--eval-spec-len {self.eval_spec_len}: a pass drafts at most --rows {self.rows} tokens")
-        for name in ("features", "mask_token"):
-            if self.row_features and getattr(self, name) is not None:
-                raise OptionError(f"{flag_of(name)} {getattr(self, name)}: not with --row-features")
-        require(
-            not self.no_fit or bool(self.row_features), "--no-fit", "needs --row-features, which are what is fitted"
-        )
-        if self.family in MASKED and self.seq_len % self.block_size:
-            raise OptionError(f"--seq-len {self.seq_len}: must be a multiple of --block-size {self.block_size}")
-
-    def _check_run(self) -> None:
-        if (self.eval_prompts or 0) > self.held_out:
-            raise OptionError(f"--eval-prompts {self.eval_prompts}: must be at most --held-out {self.held_out}")
+        for broken, name, problem in self._rules():
+            if broken:
+                raise OptionError(f"{_shown(name, getattr(self, name))}: {problem}")
         if self.push_to_hub is not None:
             try:
                 validate_repo_id(self.push_to_hub)
             except HFValidationError as error:
                 raise OptionError(f"--push-to-hub {self.push_to_hub}: {str(error).splitlines()[0]}") from None
-        if self.family not in STANDALONE and self.storage not in feature_drafter_folder.STORAGES:
-            choices = " or ".join(feature_drafter_folder.STORAGES)
-            raise OptionError(f"--storage {self.storage}: {self.family} drafters are stored as {choices}")
-        if self.fsdp != 1 and self.family not in DIFFUSION:
-            raise OptionError(f"--fsdp {self.fsdp}: only the parameters of --family diffusion are shared among devices")
+
+    def _rules(self) -> Iterator[tuple[Any, str, str]]:
+        """Yields what may not be: whether it is so, the option that is wrong, and the reason."""
+        storages, row_features = feature_drafter_folder.STORAGES, bool(self.row_features)
+        yield (self.eval_prompts or 0) > self.held_out, "eval_prompts", f"must be at most --held-out {self.held_out}"
+        unstored = self.family not in STANDALONE and self.storage not in storages
+        yield unstored, "storage", f"{self.family} drafters are stored as {' or '.join(storages)}"
+        unshared = self.fsdp != 1 and self.family not in DIFFUSION
+        yield unshared, "fsdp", "only the parameters of --family diffusion are shared among devices"
+        uncached = self.cache_layers and not self.feature_cache
+        yield uncached, "cache_layers", "needs --feature-cache, where they are stored"
+        longer = self.family in BLOCKS and (self.eval_spec_len or 0) > self.rows
+        yield longer, "eval_spec_len", f"a pass drafts at most --rows {self.rows} tokens"
+        for name in ("features", "mask_token"):
+            yield row_features and getattr(self, name) is not None, name, "not with --row-features"
+        yield self.no_fit and not row_features, "no_fit", "needs --row-features, which are what is fitted"
+        uneven = self.family in MASKED and self.seq_len % self.block_size
+        yield uneven, "seq_len", f"must be a multiple of --block-size {self.block_size}"
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> TrainConfig:
@@ -295,8 +294,7 @@ class TrainConfig:
 
     def resolved(self, target: ModelConfig, mask_token: int | None) -> TrainConfig:
         """Returns the configuration for a target: its vocabulary bounds `draft_vocab`, and the mask token is known."""
-        draft_vocab = min(self.draft_vocab, target.vocab_size)
-        return dataclasses.replace(self, draft_vocab=draft_vocab, mask_token=mask_token)
+        return dataclasses.replace(self, draft_vocab=min(self.draft_vocab, target.vocab_size), mask_token=mask_token)
 
 
 @functools.cache
@@ -315,18 +313,22 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         add_flag(group, field, **about.flag)
 
 
+def _shown(name: str, value: Any) -> str:
+    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+
+
 def _check_takers(family: str, values: Mapping[str, Any], start: DSparkConfig | None) -> None:
     """Raises OptionError: an option that the family does not take, or that the drafter at `--start` decides."""
-    heads = () if start is None or start.markov is None else ("markov", "markov_rank")
+    decided = () if start is None else DECIDED_BY_START
+    if start is not None and start.markov is not None:
+        decided += ("markov", "markov_rank")
     for field in settings():
         name, families = field.name, field.metadata["option"].families
         if name not in values:
             continue
-        flag = flag_of(name) if values[name] is True else f"{flag_of(name)} {values[name]}"
-        if family not in families:
-            raise OptionError(f"{flag}: --family {family} has no such option, only {', '.join(families)}")
-        if start is not None and name in (*DECIDED_BY_START, *heads):
-            raise OptionError(f"{flag}: the drafter of --start {values['start']} decides it")
+        shown = _shown(name, values[name])
+        require(family in families, shown, f"--family {family} has no such option, only {', '.join(families)}")
+        require(name not in decided, shown, f"the drafter of --start {values.get('start')} decides it")
     freeze = values.get("freeze")
     if family == "dspark" and freeze is not None:
         flag = f"--freeze {freeze}"
@@ -344,16 +346,15 @@ def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None
     start, layers = values.get("start"), values.get("layers")
     if start is None or family in DIFFUSION:
         return None
-    if family not in BLOCKS or layers is not None:
-        flag = f"--family {family}" if layers is None else f"--layers {layers}"
-        raise OptionError(f"{flag}: not with --start, which continues from a dspark or dflash drafter as it is")
+    continues = "not with --start, which continues from a dspark or dflash drafter as it is"
+    require(layers is None, f"--layers {layers}", continues)
+    require(family in BLOCKS, f"--family {family}", continues)
     flag = f"--start {start}"
     folder = ModelFolder(start)
-    if folder.layout is not BLOCK_LAYOUT:
-        raise OptionError(f"{flag}: not a dspark or dflash drafter")
+    require(folder.layout is BLOCK_LAYOUT, flag, "not a dspark or dflash drafter")
     config = BLOCK_LAYOUT.read_config(folder.raw, folder.where)
-    if config.own_row or config.sliding_windows or config.full_is_causal:
-        raise OptionError(f"{flag}: z-lab's layout, sliding layers and causal blocks are read, and not trained")
-    if family != "dspark" and config.published_method == "dspark":
-        raise OptionError(f"{flag}: has a Markov or a confidence head: --family dspark")
+    is_other = config.own_row or bool(config.sliding_windows) or config.full_is_causal
+    require(not is_other, flag, "z-lab's layout, sliding layers and causal blocks are read, and not trained")
+    has_heads = family != "dspark" and config.published_method == "dspark"
+    require(not has_heads, flag, "has a Markov or a confidence head: --family dspark")
     return config

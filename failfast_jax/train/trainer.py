@@ -38,16 +38,12 @@ def learning_rates(config: TrainConfig) -> optax.Schedule:
     if config.schedule == "cosine":
         last = max(config.steps, warmup + 1)
         return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, last, end)
-    decay = max(int(config.steps * config.decay_fraction), 1)
-    hold = max(config.steps - warmup - decay, 0)
-    parts = [
-        optax.linear_schedule(0.0, config.learning_rate, warmup),
-        optax.constant_schedule(config.learning_rate),
-        optax.linear_schedule(config.learning_rate, end, decay),
-    ]
+    parts = [optax.linear_schedule(0.0, config.learning_rate, warmup), optax.constant_schedule(config.learning_rate)]
     if config.schedule == "constant":
-        return optax.join_schedules(parts[:2], [warmup])
-    return optax.join_schedules(parts, [warmup, warmup + hold])
+        return optax.join_schedules(parts, [warmup])
+    decay = max(int(config.steps * config.decay_fraction), 1)
+    parts.append(optax.linear_schedule(config.learning_rate, end, decay))
+    return optax.join_schedules(parts, [warmup, max(config.steps - decay, warmup)])
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -65,15 +61,10 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 def initial_state(objective: Objective, config: TrainConfig, spread: Spread | None = None) -> dict[str, Any]:
     """Returns step 0: parameters, their moving average (if any), the optimiser's state; spread over the devices."""
-
-    def placed(tree: Any) -> Any:
-        return tree if spread is None else spread.parts(tree)
-
-    trainable = placed(jax.tree.map(jnp.array, objective.trainable))
-    state = {"step": jnp.int32(0), "params": trainable, "optimizer": make_optimizer(config).init(trainable)}
-    if config.ema:
-        state["ema"] = jax.tree.map(jnp.array, trainable)
-    return placed(state)
+    placed = (spread or Spread.over()).parts
+    params = placed(jax.tree.map(jnp.array, objective.trainable))
+    state = {"step": jnp.int32(0), "params": params, "optimizer": make_optimizer(config).init(params)}
+    return placed(state | ({"ema": jax.tree.map(jnp.array, params)} if config.ema else {}))
 
 
 def averaged(state: dict[str, Any]) -> Any:
@@ -134,23 +125,17 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 class Trainer:
-    """Trains an objective in a folder of checkpoints and a log.
-
-    A step is a function of the state and the step number, so that a run that was killed at any moment continues to the
-    same losses.
+    """Training of an objective in a run's folder.
 
     Args:
+      folder: gets `checkpoints/` and the log.
       spread: devices of the arrays; None: copies on all of them. It may change from one piece of a run to the next.
 
     Attributes:
       step: number of steps done.
-
-    Raises:
-      OptionError: the batch does not divide over the devices.
     """
 
     def __init__(self, config: TrainConfig, objective: Objective, folder: Path, spread: Spread | None = None):
-        check_devices(config)
         self.config, self.objective, self.folder = config, objective, folder
         self.spread, self.step = spread or Spread.over(), 0
 
@@ -181,7 +166,9 @@ class Trainer:
             compiled = jax.jit(make_step(objective, config), donate_argnums=0, out_shardings=places)
             out_of_time = False
             while self.step < config.steps and not out_of_time:
-                batch = self._batch(dataset)
+                batch = dataset[self.step]
+                # Features are computed from tokens that are spread over the devices.
+                batch = spread.batch(objective.prepare({**batch, "tokens": spread.batch(batch["tokens"])}))
                 state, metrics = compiled(state, objective.constants, batch)
                 self.step += 1
                 progress.count(objective.tokens(batch))
@@ -193,20 +180,15 @@ class Trainer:
                 if evaluate and ((config.eval_every and self.step % config.eval_every == 0) or last):
                     progress.held_out(self.step, evaluate, averaged(state))
                 if save:  # after what is logged for this step, so that a kill in between loses nothing
-                    _save(manager, self.step, state)
+                    check_written(manager)  # Orbax writes while training goes on, and waits for the one before anyway
+                    manager.save(self.step, args=ocp.args.StandardSave(state))
             progress.bar.close()
         return state, self.step == config.steps
-
-    def _batch(self, dataset: Any) -> dict[str, Any]:
-        """Returns the next step's batch on the devices."""
-        batch = dataset[self.step]
-        # Features are computed from tokens that are spread over the devices.
-        batch = {**batch, "tokens": self.spread.batch(batch["tokens"])}
-        return self.spread.batch(self.objective.prepare(batch))
 
 
 @contextlib.contextmanager
 def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
+    """Opens the checkpoints of a run; at the end the newest one is checked."""
     place = orbax_path(folder / CHECKPOINTS)
 
     def sweep() -> None:
@@ -220,7 +202,7 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
     manager = ocp.CheckpointManager(place, options=options)
     try:
         yield manager
-        _check_last(manager)
+        check_written(manager)
     except BaseException:
         if processes.is_single_process():  # others wait for this process, which must not wait for them
             manager.close()
@@ -237,13 +219,8 @@ def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str
     return manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
 
-def _save(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> None:
-    _check_last(manager)  # Orbax writes while training goes on, and waits for the one before anyway
-    manager.save(step, args=ocp.args.StandardSave(state))
-
-
-def _check_last(manager: ocp.CheckpointManager) -> None:
-    """Checks the newest checkpoint, which this manager has saved or restored, once it is written.
+def check_written(manager: ocp.CheckpointManager) -> None:
+    """Waits for the newest checkpoint to be written, if there is one.
 
     Raises:
       CheckpointError: it cannot be read again.
@@ -251,12 +228,10 @@ def _check_last(manager: ocp.CheckpointManager) -> None:
     manager.wait_until_finished()
     if (step := manager.latest_step()) is None:
         return
-    try:
-        readable = manager.item_metadata(step) is not None
-    except Exception:  # of Orbax's storage layers
-        readable = False
-    if not readable:
-        raise CheckpointError(f"{manager.directory}/{step}: was written, and cannot be read again; name another --out")
+    with contextlib.suppress(Exception):  # of Orbax's storage layers
+        if manager.item_metadata(step) is not None:
+            return
+    raise CheckpointError(f"{manager.directory}/{step}: was written, and cannot be read again; name another --out")
 
 
 class _Progress:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import random_dspark
 
 from failfast_jax.policy import confidence_scaling
-from failfast_jax.train.block_loss import BlockObjective
-from failfast_jax.train.train_config import TrainConfig
 
 
 def drafts_of(rng: np.random.Generator, count: int, *, scale: float, shift: float) -> confidence_scaling.Drafts:
@@ -54,23 +50,3 @@ def test_stays_finite_where_drafts_say_little(drafts):
 def test_a_head_that_is_surer_where_it_is_wrong_is_not_turned_around():
     scale, shift = confidence_scaling.fit_scaling([([0.9], 0), ([0.1], 1)] * 25)
     assert scale == pytest.approx(confidence_scaling.SMALLEST_SCALE, abs=1e-3) and shift == pytest.approx(0, abs=1e-3)
-
-
-@pytest.mark.parametrize("heads_only", [False, True])
-def test_the_head_says_what_was_fitted(target, heads_only):
-    model = random_dspark(target, seed=2, markov="vanilla", markov_rank=6, confidence_sees_markov=False)
-    options = TrainConfig(confidence_for="greedy", freeze="backbone" if heads_only else None)
-    objective = BlockObjective(model.network, target, None, options)
-    assert objective.calibrates
-    before, after = (
-        objective.model(one) for one in (objective.trainable, objective.calibrated(objective.trainable, 0.7, -0.3))
-    )
-    hidden = jnp.asarray(np.random.default_rng(3).standard_normal((5, target.config.hidden_size)), jnp.float32)
-    says = before.confidence_logits(hidden, None)
-    np.testing.assert_allclose(after.confidence_logits(hidden, None), 0.7 * says - 0.3, atol=1e-5)
-    np.testing.assert_array_equal(after.markov.w1[...], before.markov.w1[...])
-    np.testing.assert_array_equal(after.layers[0].mlp.down.weight[...], before.layers[0].mlp.down.weight[...])
-    # What it was made of is not changed.
-    np.testing.assert_array_equal(
-        objective.model(objective.trainable).confidence.bias[...], before.confidence.bias[...]
-    )

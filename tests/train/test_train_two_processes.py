@@ -21,6 +21,7 @@ from tiers import tiers
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "train")))
 COMMON = "--seq-len 64 --batch 4 --held-out 4 --eval-prompts 2 --eval-tokens 6 --storage float32 --save-every 2"
 FAMILIES = {
     "diffusion": "--family diffusion --block-size 16 --mask-token 1 --fsdp 4 --freeze embed --accumulate 2",
@@ -47,13 +48,31 @@ def words(family: str, documents: Path, out: Path | str, *more: str) -> list[str
     return [*where, *COMMON.split(), *FAMILIES[family].split(), "--steps", "12", *more]
 
 
-def start(flags: list[str], processes: int, folders: tuple[Path, ...] = (ROOT, ROOT)) -> list[subprocess.Popen]:
+SELFGEN = """
+import functools
+import sys
+
+from failfast_jax.train import selfgen
+from failfast_jax.train.__main__ import main
+from training_runs import letters_engine
+
+selfgen.work = functools.partial(selfgen.work, load=letters_engine)
+raise SystemExit(main(["selfgen", *sys.argv[1:]]))
+"""
+
+
+def start(
+    flags: list[str],
+    processes: int,
+    folders: tuple[Path, ...] = (ROOT, ROOT),
+    program: tuple[str, str] = ("-m", "failfast_jax.train"),
+) -> list[subprocess.Popen]:
     """The command in so many processes, of four devices together, each in its folder."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     xla_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // processes}"
-    environment = os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": PATHS}
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     options = {
         "stdout": subprocess.PIPE,
@@ -65,7 +84,7 @@ def start(flags: list[str], processes: int, folders: tuple[Path, ...] = (ROOT, R
     started = []
     for index in range(processes):
         joined = [] if processes == 1 else ["--distributed", f"localhost:{port},{processes},{index}"]
-        command = [sys.executable, "-m", "failfast_jax.train", *flags, *joined]
+        command = [sys.executable, *program, *flags, *joined]
         started.append(subprocess.Popen(command, cwd=folders[index], **options))
     return started
 
@@ -147,6 +166,22 @@ def test_two_processes_calibrate_one_graph(documents, tmp_path):
     assert reports == more[1][:1] and more[1][1] == ""
     texts = {(folder / "graph.json").read_text() for folder in folders}
     assert len(texts) == 1 and len(json.loads(texts.pop())["states"]) == 3
+
+
+@pytest.mark.long(rare=True)
+def test_two_processes_write_as_one(tmp_path):
+    """A batch shared between them; the second process has no folder of its own."""
+    folders = tuple(tmp_path / name for name in ("alone", "first", "second"))
+    words = ["--target", "tiny", "--out", "data", "--documents", "4", "--shard-size", "4", "--batch-size", "4"]
+    words += ["--max-prompt-tokens", "12", "--max-answer-tokens", "20"]
+    for folder in folders:
+        folder.mkdir()
+    statuses, _, errors = ended(start(words, 1, folders[:1], ("-c", SELFGEN)))
+    more = ended(start([*words, "--data-parallel", "4"], 2, folders[1:], ("-c", SELFGEN)))
+    assert statuses + more[0] == [0, 0, 0], (errors, more[2])
+    assert not list(folders[2].iterdir())
+    shards = [np.load(folder / "data" / "shard-00000.npz") for folder in folders[:2]]
+    assert all(np.array_equal(shards[0][name], shards[1][name]) for name in shards[0])
 
 
 @pytest.mark.long(rare=True)

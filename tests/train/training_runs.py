@@ -1,42 +1,44 @@
-"""Documents and objectives of the training tests."""
+"""Documents, targets and objectives of the training tests."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
-from tiny_models import diffusion_config, random_dspark, random_extended, random_model
+from tiny_models import VOCAB, diffusion_config, random_dspark, random_extended, random_model, tiny_config
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from failfast_jax import FailFast
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.models.eagle_network import EagleConfig
 from failfast_jax.train import eagle_loss
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import initial
 from failfast_jax.train.diffusion_run import DiffusionObjective, StandaloneObjective
-from failfast_jax.train.documents import batches, frequent_tokens, load_documents
+from failfast_jax.train.documents import batches, load_documents
 from failfast_jax.train.packing import packed_batches
 from failfast_jax.train.train_config import TrainConfig
 
-VOCAB = 40
 LENGTH = 32
+RELEASED = {"corruption": "uniform", "block_start": "noised", "mask_logit": "scored", "position_decay": 0.0}
+"""Options of `--preset fast-dllm-v2` that make its objective."""
 
 
-def write_data(path, documents: int = 12, seed: int = 0, **changes):
+def write_data(path: Path, documents: int = 12, seed: int = 0, vocab: int = VOCAB, **changes) -> Path:
+    """Writes documents of 3 to 6 and 12 to 23 random tokens; `changes` replaces arrays."""
     rng = np.random.default_rng(seed)
-    prompt_len, answer_len = rng.integers(3, 7, documents), rng.integers(12, 24, documents)
-    arrays = {
-        "prompt": rng.integers(2, VOCAB, prompt_len.sum()).astype(np.uint16),
-        "prompt_len": prompt_len.astype(np.int32),
-        "answer": rng.integers(2, VOCAB, answer_len.sum()).astype(np.uint16),
-        "answer_len": answer_len.astype(np.int32),
-    }
+    lengths = {"prompt": rng.integers(3, 7, documents), "answer": rng.integers(12, 24, documents)}
+    arrays = {name: rng.integers(2, vocab, count.sum()).astype(np.uint16) for name, count in lengths.items()}
+    arrays |= {f"{name}_len": count.astype(np.int32) for name, count in lengths.items()}
     np.savez(path, **(arrays | changes))
     return path
 
 
-def differing_keys(folder, other) -> set[str]:
+def differing_keys(folder: Path, other: Path) -> set[str]:
     """Keys of `config.json` in which two drafters' folders differ; their tensors do not."""
     theirs, ours = (load_file(place / "model.safetensors") for place in (folder, other))
     assert theirs.keys() == ours.keys()
@@ -45,21 +47,24 @@ def differing_keys(folder, other) -> set[str]:
     return {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
 
 
-def load(path, **options):
+def load(path: Path, **options):
     return load_documents([path], **({"vocab_size": VOCAB, "shortest": 8, "longest": LENGTH} | options))
 
 
-def eagle_config(target, layers: tuple[int, ...], vocab: int = VOCAB, chain: int = 4) -> EagleConfig:
-    """In DeepSpec's layout."""
+def losses_of(folder: Path) -> dict[int, float]:
+    """Losses by step, of a run's log."""
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def parameters(net) -> dict:
+    return {name: leaf[...] for name, leaf in Skeleton.of(net).leaves.items()}
+
+
+def eagle_config(target, layers: tuple[int, ...], vocab: int = VOCAB) -> EagleConfig:
+    """Chains of 4 in DeepSpec's layout."""
     base = dataclasses.replace(target.config, model_type="qwen3", num_layers=1, qk_norm=True, qkv_bias=False)
-    return EagleConfig(base, layers, vocab, chain)
-
-
-def make_eagle(target, layers: tuple[int, ...], draft_ids, **options) -> eagle_loss.EagleObjective:
-    """Chains of 4, from the start that training has."""
-    config = eagle_config(target, layers, VOCAB if draft_ids is None else len(draft_ids))
-    model = eagle_loss.initial(target, config, 2, 0)
-    return eagle_loss.EagleObjective(model, target, draft_ids, TrainConfig(family="eagle3", **options))
+    return EagleConfig(base, layers, vocab, 4)
 
 
 def make_batches(family: str, documents, batch: int):
@@ -71,21 +76,44 @@ def make_batches(family: str, documents, batch: int):
 
 
 def make_objective(family: str, target, documents, **changes):
+    """A small objective; `extended` is this project's own block drafter."""
     if family == "standalone":
         options = TrainConfig(family=family, block_size=8, position_decay=2.0, kl_weight=0.5, **changes)
         return StandaloneObjective(target, (0, 2), options)
     if family == "diffusion":
         start = random_model(diffusion_config(num_layers=2), seed=3)
-        params = {name: leaf[...] for name, leaf in Skeleton.of(start).leaves.items()}
-        released = {"corruption": "uniform", "block_start": "noised", "mask_logit": "scored", "position_decay": 0.0}
-        return DiffusionObjective(start.config, params, TrainConfig(family=family, **released, **changes))
+        return DiffusionObjective(start.config, parameters(start), TrainConfig(family=family, **RELEASED, **changes))
     if family == "dspark":
         model = random_dspark(target, feature_layers=(0, 1), seed=5)
         return BlockObjective(model.network, target, None, TrainConfig(anchors=3, position_decay=4.0, **changes))
     if family == "eagle3":
-        return make_eagle(target, (0, 1, 2), None, anchors=8, **changes)
-    ids = frequent_tokens(documents, VOCAB, 20, (1,))
+        model = eagle_loss.initial(target, eagle_config(target, (0, 1, 2)), 2, 0)
+        return eagle_loss.EagleObjective(model, target, None, TrainConfig(family="eagle3", anchors=8, **changes))
+    ids = documents.frequent_tokens(VOCAB, 20, (1,))
     shape = random_extended(target, rows=4, draft_ids=ids, context_layers=(1,), row_features=(0, 2)).config
-    model = initial(target, shape, (2,), 0)
     options = TrainConfig(anchors=3, position_decay=4.0, ce_weight=1.0, borrow=True, **changes)
-    return BlockObjective(model, target, ids, options)
+    return BlockObjective(initial(target, shape, (2,), 0), target, ids, options)
+
+
+END, START = "<|im_end|>", "<|im_start|>"
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nbe brief<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def letters_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per letter; id 1 ends a turn, as in `tiny_config`."""
+    tokens = ["?", END, START, "Ċ", "Ġ", *"abcdefghijklmnopqrstuvwxyz", *"012345678"]
+    assert len(tokens) == VOCAB
+    backend = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=[], unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in (END, START)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, chat_template=template)
+
+
+def letters_engine(*_, method: str = "vanilla", dtype: str | None = None, **mesh) -> FailFast:
+    """A target of one layer that writes letters; arguments as of `defaults.load_pair`."""
+    return FailFast(random_model(tiny_config(num_layers=1)), tokenizer=letters_tokenizer(), **mesh)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import training_runs
 from block_texts import BLOCK, MASK, WIDTH, draw, model, pair, quick_jit, random_tokens
 from checkpoint_files import run_python
 from released_reference import derivative, released_loss
 from tiny_models import VOCAB, random_model, tiny_config
+from training_runs import parameters
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints import parameter_map
@@ -21,7 +22,6 @@ from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dl
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train import diffusion_run
 from failfast_jax.train.diffusion_run import DiffusionObjective, frozen_parts
 from failfast_jax.train.documents import Documents
 from failfast_jax.train.packing import PackedRows, packed
@@ -29,19 +29,7 @@ from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.train.trainer import initial_state, make_step
 
-RELEASED = TrainConfig(
-    family="diffusion", corruption="uniform", block_start="noised", mask_logit="scored", position_decay=0.0
-)
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Logits in chunks that are smaller than a batch."""
-    monkeypatch.setattr(diffusion_run, "loss", functools.partial(diffusion_run.loss, head_chunk=20))
-
-
-def parameters(net) -> dict[str, jax.Array]:
-    return {name: leaf[...] for name, leaf in Skeleton.of(net).leaves.items()}
+RELEASED = TrainConfig(family="diffusion", **training_runs.RELEASED)
 
 
 def packed_batch() -> dict[str, np.ndarray]:
@@ -53,7 +41,7 @@ def packed_batch() -> dict[str, np.ndarray]:
     return {"tokens": tokens, "labelled": labelled}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_released_objective(tied):
     """Its value and the gradients of all parameters: those of an independent computation, with the same masks."""
     net = model(tie_embeddings=tied)
@@ -88,6 +76,7 @@ def test_the_released_objective(tied):
             np.testing.assert_allclose((gradient * way).sum(), wanted, atol=1e-5 * scale, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_steps_in_bfloat16_over_parameters_in_float32():
     """The loop's steps are float32's but for bfloat16's rounding, and keep changes too small for it."""
     net, batch, steps = model(), packed_batch(), 8
@@ -121,15 +110,6 @@ def test_steps_in_bfloat16_over_parameters_in_float32():
         assert np.mean(last["params"][name] != before) > 0.8, name
         rounded = (value.astype(jnp.bfloat16) for value in (last["params"][name], before))
         assert np.mean(np.not_equal(*rounded)) < 0.4, name
-
-
-def test_our_objective_differs_in_a_blocks_first_label_alone():
-    net, batch, key = model(), packed_batch(), jax.random.key(3)
-    values = {}
-    for start in ("clean", "noised"):
-        objective = DiffusionObjective(net.config, parameters(net), dataclasses.replace(RELEASED, block_start=start))
-        values[start] = quick_jit(objective.loss)(objective.trainable, {}, batch, key)[0]
-    assert abs(values["clean"] - values["noised"]) > 1e-3
 
 
 def test_the_released_mask_rate():

@@ -1,8 +1,7 @@
-"""DSpark's training: the loss against a plain reference, and folders that others read."""
+"""The loss of block drafters against a plain reference, and folders that others read."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -15,10 +14,8 @@ from training_runs import LENGTH, differing_keys
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark, save_dspark
-from failfast_jax.models.block_network import bind
-from failfast_jax.train import block_loss, block_start
+from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.documents import batches
-from failfast_jax.train.feature_cache import target_features
 from failfast_jax.train.train_config import TrainConfig
 
 FIELD = GOLDEN / "field"
@@ -28,14 +25,14 @@ def _like(rng: np.random.Generator, array: jax.Array) -> jax.Array:
     return jnp.asarray(rng.standard_normal(array.shape), array.dtype)
 
 
-def objective_of(target, kind: str, options: TrainConfig, draft_ids=None) -> block_loss.BlockObjective:
+def objective_of(target, kind: str, options: TrainConfig, draft_ids=None) -> BlockObjective:
     changes = {"seed": 2, "draft_ids": draft_ids, "markov_rank": 6, "confidence": True}
     if kind == "extended":
         model = random_extended(target, rows=4, markov="vanilla", row_features=(2, 0), **changes)
     else:
         changes |= {"feature_layers": (0, 1), "confidence_sees_markov": kind == "rnn"}
         model = random_dspark(target, markov=kind, **changes)
-    return block_loss.BlockObjective(model.network, target, draft_ids, options)
+    return BlockObjective(model.network, target, draft_ids, options)
 
 
 @pytest.mark.long
@@ -85,8 +82,7 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
         return total / weights
 
     def batched(trainable):
-        model = objective.model(trainable)
-        return block_loss.loss_of_blocks(model, objective.constants, batch, anchors, known, options=options)[0]
+        return objective.loss_at(objective.model(trainable), objective.constants, batch, anchors, known)[0]
 
     value, grads = jax.jit(jax.value_and_grad(batched))(objective.trainable)
     # The engine's loop over the cache is differentiated forwards only: along two random directions.
@@ -99,35 +95,13 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
         np.testing.assert_allclose(along, slope, rtol=1e-3)
 
 
-def test_the_start_copies_the_context_of_the_targets_layer(documents, target):
-    config = random_dspark(target, feature_layers=(0, 1), markov_rank=4).config
-    model = block_start.initial(target, config, (2,), 0)
-    batch = batches(documents, length=LENGTH, batch=2, seed=0)[0]
-    features = target_features(target, batch["tokens"], (0, 1))
-    want = target.layers[2].input_norm(features[:, :, 1])
-    np.testing.assert_allclose(model.contexts(features)[0], want, rtol=1e-5, atol=1e-6)
-
-
-def test_blocks_start_inside_answers(documents):
+def test_blocks_start_inside_answers(documents, target):
     batch = batches(documents, length=LENGTH, batch=4, seed=0)[0]
-    options = TrainConfig(anchors=200, prefix_fraction=0.5)
-    anchors, known = block_loss.sample_blocks(jax.random.key(0), batch, 4, options)
+    objective = objective_of(target, "rnn", TrainConfig(anchors=200, prefix_fraction=0.5))
+    anchors, known = objective.sample(jax.random.key(0), batch)
     assert (anchors >= batch["prompt_length"][:, None] - 1).all() and (anchors <= batch["length"][:, None] - 2).all()
     assert known.min() == 1 and known.max() == 4
     assert 0.4 < float((known > 1).mean()) < 0.6
-
-
-def test_a_drafter_goes_on_with_more_heads(target):
-    """From its own parameters; the new Markov head says nothing at first."""
-    start = random_extended(target, rows=4)
-    heads = {"markov": "vanilla", "markov_rank": 6, "confidence": True, "confidence_sees_markov": True}
-    model = block_start.continued(start.network, dataclasses.replace(start.config, **heads), 0)
-    one, other = FailFast(target, start), FailFast(target, bind(model, target, np.arange(40)))
-    options = {"method": "failfast", "max_new_tokens": 16, "ignore_eos": True, "tau": 0.0}
-    drafts = (
-        [round.drafted for round in engine.generate([[3, 9, 27]], **options)[0].rounds] for engine in (one, other)
-    )
-    assert next(drafts) == next(drafts)
 
 
 @pytest.mark.parametrize("borrow", [False, True])
@@ -150,3 +124,19 @@ def test_folders_are_those_of_deepspec(tmp_path):
         save_dspark(tmp_path / name, load_dspark(FIELD / name, target), target.config, storage="float32")
         differing = differing_keys(FIELD / name, tmp_path / name)
         assert differing <= {"transformers_version", "num_anchors", "max_window_layers"}
+
+
+@pytest.mark.parametrize("heads_only", [False, True])
+def test_the_confidence_head_is_scaled_and_shifted(target, heads_only):
+    model = random_dspark(target, seed=2, markov="vanilla", markov_rank=6, confidence_sees_markov=False)
+    options = TrainConfig(confidence_for="greedy", freeze="backbone" if heads_only else None)
+    objective = BlockObjective(model.network, target, None, options)
+    assert objective.calibrates
+    scaled = objective.calibrated(objective.trainable, 0.7, -0.3)
+    before, after = objective.model(objective.trainable), objective.model(scaled)
+    hidden = jnp.asarray(np.random.default_rng(3).standard_normal((5, target.config.hidden_size)), jnp.float32)
+    logits = before.confidence_logits(hidden, None)
+    np.testing.assert_allclose(after.confidence_logits(hidden, None), 0.7 * logits - 0.3, atol=1e-5)
+    np.testing.assert_array_equal(after.markov.w1[...], before.markov.w1[...])
+    np.testing.assert_array_equal(after.layers[0].mlp.down.weight[...], before.layers[0].mlp.down.weight[...])
+    assert (before.confidence.bias[...] != after.confidence.bias[...]).all()  # its parameters are a copy

@@ -1,13 +1,13 @@
 """Algorithm 1 of "Fail Fast, Win Big": spend one pass on a chunk, and draft on while the drafter stays confident.
 
-A drafter supplies what one of its passes proposes (`one_pass`), and when to stop is the rule's
-affair (`decoding.stopping`). The schedule `aligned`, in which one block is filled in several passes, is a loop of its
-own kind: `drafters.aligned`.
+`Grow` is the loop. A drafter supplies the tokens of one pass (`Grow.look`), and a rule decides when to stop
+(`decoding.stopping`). The schedule `aligned`, which fills one block in several passes, has a loop of its own:
+`drafters.aligned`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import flax.struct
@@ -16,22 +16,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
-from failfast_jax.decoding.proposal import Extras, put
-from failfast_jax.decoding.stopping import DraftSoFar, StopRule
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.proposal import Extras, no_extras, put
+from failfast_jax.decoding.stopping import DraftSoFar, Never, StopRule
 
 
 @flax.struct.dataclass
 class Chunk:
-    """What one pass of a drafter adds to the drafts."""
+    """Tokens that one pass of a drafter adds to the drafts."""
 
     tokens: Int[Array, "B N"]
     confidence: Float[Array, "B N"]
     count: Int[Array, " B"]
-    """Leading ones of these tokens that count; 0 where the pass only stored what the drafter had missed."""
+    """Leading tokens that are added; 0 where the pass only stored tokens that the drafter had missed."""
     extras: Extras
 
     def holds(self, ids: Int[Array, "B Z"]) -> Bool[Array, " B"]:
-        """Whether one of the tokens that count is among these."""
+        """True where an added token is among these."""
         counts = jnp.arange(self.tokens.shape[1]) < self.count[:, None]
         return (counts & (self.tokens[..., None] == ids[:, None]).any(-1)).any(1)
 
@@ -47,11 +48,11 @@ class Growth:
     passes: Int[Array, " B"]
     extras: Extras
     model: Any
-    """What the drafter's passes hand on: its caches."""
+    """The part of the drafter's state that its passes change: its cache."""
 
     @classmethod
     def of(cls, begun: Draft, longest: int, extras: Extras, model: Any) -> Growth:
-        """Begun drafts, in buffers for `longest` tokens; none grows yet."""
+        """Returns begun drafts in buffers for `longest` tokens; none grows yet."""
         spare = ((0, 0), (0, longest - begun.tokens.shape[1]))
         return cls(
             tokens=jnp.pad(begun.tokens, spare),
@@ -64,7 +65,7 @@ class Growth:
         )
 
     def with_chunk(self, new: Chunk) -> Growth:
-        """The drafts that still grow, longer by a chunk."""
+        """Returns the drafts, those that still grow longer by `new`."""
         offsets = jnp.arange(new.tokens.shape[1])
         count = jnp.where(self.growing, new.count, 0)
         slots = jnp.where(offsets < count[:, None], self.drafted[:, None] + offsets, self.tokens.shape[1])
@@ -78,63 +79,117 @@ class Growth:
         )
 
 
-def expand(
-    one_pass: Callable[[Growth], tuple[Chunk, Any]],
-    rule: StopRule,
-    memory: Any,
-    model: Any,
-    committed: Committed,
-    *,
-    begun: Draft,
-    chunk: int,
-    longest: int,
-    least: int | None = None,
-    ends: Int[Array, "B Z"] | None = None,
-    extras: Extras,
-) -> tuple[Draft, Any]:
-    """Drafts for every running sequence: chunk after chunk, until the rule says stop or no further one fits.
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Grow(Drafter):
+    """Algorithm 1 over any source of tokens: drafts grow chunk by chunk until the rule stops them or no chunk fits.
 
-    Args:
-      one_pass: `growth -> (what it adds, the drafter's new caches)`; one forward pass over the batch. It may draft a
-        whole chunk or, as an autoregressive model does, a part of it: the rule is asked once a chunk is whole.
-      memory: the rule's.
-      model: caches before the first pass.
-      begun: tokens that the drafts begin with, from another source; may be empty.
-      chunk: N, tokens of a chunk.
-      longest: most tokens of a draft: static width of the result.
-      least: tokens that must fit for another chunk to be drafted; None: a whole chunk.
-      ends: tokens behind which no pass follows.
-      extras: empty buffers for what comes with each token.
-
-    Raises:
-      ValueError: `begun` may be longer than the longest draft.
+    A drafter that grows inherits from this class and from the one that keeps its model's cache. It supplies `look`, a
+    field `spec_len` (tokens of a chunk), a state with a field `memory`, and `vocab_size`.
     """
-    if begun.tokens.shape[1] > longest:
-        raise ValueError(f"a begun draft of up to {begun.tokens.shape[1]} tokens exceeds the longest, {longest}")
-    least = chunk if least is None else least
 
-    def fits(drafted: Int[Array, " B"]) -> Bool[Array, " B"]:
-        return (drafted + least <= longest) & (drafted < committed.room)
+    rule: StopRule = Never()
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+    alternatives: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens after the best one to name at each position: for trees."""
 
-    def grow(growth: Growth) -> Growth:
-        new, model = one_pass(growth)
-        longer = growth.with_chunk(new).replace(model=model)
-        behind_begun = longer.drafted - begun.length
-        whole = (new.count > 0) & ((behind_begun % chunk == 0) | (longer.drafted == longest))
-        newest = begun.length + (behind_begun - 1) // chunk * chunk
-        seen = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
-        stopped = whole & (rule.stops(seen, memory) | ~fits(longer.drafted))
-        stopped |= False if ends is None else new.holds(ends)
-        return longer.replace(growing=growth.growing & ~stopped)
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the distributions that sampled drafts carry."""
+        return self.model.config.vocab_size
 
-    start = Growth.of(begun, longest, extras, model)
-    start = start.replace(growing=committed.running & fits(begun.length))
-    end = jax.lax.while_loop(lambda growth: jnp.any(growth.growing), grow, start)
-    draft = Draft(
-        tokens=end.tokens,
-        confidence=end.confidence,
-        length=jnp.where(committed.running, jnp.minimum(end.drafted, committed.room), 0),
-        passes=end.passes,
-        **end.extras,
-    )
-    return draft, end.model
+    @property
+    def least(self) -> int:
+        """Tokens that must fit for another chunk to be drafted."""
+        return self.spec_len
+
+    @property
+    def ends_at_stop_token(self) -> bool:
+        """True if no pass follows a drafted stop token."""
+        return False
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Arguments of `propose` and `no_extras`."""
+        return {"sampled": self.sampled, "alternatives": self.alternatives}
+
+    def prefix(self, longest: int) -> int:
+        """Returns `DraftShape.max_prefix`: tokens of another source have neither distributions nor alternatives."""
+        return 0 if self.sampled or self.alternatives else longest
+
+    def look(self, state: Any, committed: Committed, growth: Growth) -> tuple[Chunk, Any]:
+        """Makes one forward pass of the drafter's model over the batch.
+
+        It may draft a whole chunk or, as an autoregressive model does, a part of it.
+
+        Args:
+          state: the drafter's, before the first pass.
+          growth: the drafts so far, and in `growth.model` what the passes change (`carried`).
+
+        Returns:
+          What the pass adds to the drafts that grow, and the new `growth.model`.
+        """
+        raise NotImplementedError
+
+    def carried(self, state: Any) -> Any:
+        """Returns the part of a state that passes change."""
+        return state
+
+    def restored(self, state: Any, carried: Any) -> Any:
+        """Returns the state after the last pass."""
+        del state
+        return carried
+
+    def init(self, batch, capacity):
+        return super().init(batch, capacity).replace(memory=self.rule.init(batch))
+
+    def commit(self, state, outcome):
+        return super().commit(state, outcome).replace(memory=self.rule.learn(state.memory, outcome))
+
+    # chunk 4, begun 2, longest 10, a source of one token per pass:
+    #   drafted   3  4  5  6 | 7  8  9 10    after each pass
+    #   whole     -  -  -  x   -  -  -  x    the rule is asked
+    #   newest             2            6    first token of the chunk that the rule looks at
+    # A source of 4 tokens per pass drafts 6, then 10. With longest 9 the second chunk is whole at 9.
+    def draft(self, state: Any, committed: Committed, begun: Draft | None = None) -> tuple[Draft, Any]:
+        """See `Drafter.draft`.
+
+        Args:
+          begun: tokens of another source that the drafts begin with, at most `shape.max_prefix`.
+
+        Raises:
+          ValueError: `begun` may be longer.
+        """
+        batch, longest, most = committed.length.shape[0], self.shape.longest, self.shape.max_prefix
+        begun = Draft.empty(batch, 0) if begun is None else begun
+        if begun.tokens.shape[1] > most:
+            name, count = type(self).__name__, begun.tokens.shape[1]
+            raise ValueError(f"{name} continues drafts of up to {most} tokens, not of {count}")
+
+        def fits(drafted: Int[Array, " B"]) -> Bool[Array, " B"]:
+            return (drafted + self.least <= longest) & (drafted < committed.room)
+
+        def grow(growth: Growth) -> Growth:
+            new, model = self.look(state, committed, growth)
+            longer = growth.with_chunk(new).replace(model=model)
+            added = longer.drafted - begun.length
+            whole = (new.count > 0) & ((added % self.spec_len == 0) | (longer.drafted == longest))
+            newest = begun.length + (added - 1) // self.spec_len * self.spec_len
+            so_far = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
+            stopped = whole & (self.rule.stops(so_far, state.memory) | ~fits(longer.drafted))
+            if self.ends_at_stop_token:
+                stopped |= new.holds(committed.eos)
+            return longer.replace(growing=growth.growing & ~stopped)
+
+        extras = no_extras(batch, longest, self.vocab_size, **self.extra)
+        start = Growth.of(begun, longest, extras, self.carried(state))
+        start = start.replace(growing=committed.running & fits(begun.length))
+        end = jax.lax.while_loop(lambda growth: jnp.any(growth.growing), grow, start)
+        draft = Draft(
+            tokens=end.tokens,
+            confidence=end.confidence,
+            length=jnp.where(committed.running, jnp.minimum(end.drafted, committed.room), 0),
+            passes=end.passes,
+            **end.extras,
+        )
+        return draft, self.restored(state, end.model)

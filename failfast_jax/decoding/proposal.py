@@ -1,4 +1,4 @@
-"""What a pass of a drafter proposes: tokens and confidences, and what an acceptance rule or a tree needs beside."""
+"""Proposals of a drafter's pass: tokens, confidences, and extras for rejection sampling and trees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.decoding.decode_state import Alternatives, Draft, Sampling
+from failfast_jax.decoding.decode_state import Alternatives, Sampling
 from failfast_jax.decoding.picking import argmax, argmax_and_confidence, sample_draft
 from failfast_jax.models.sharding import Execution
 
@@ -26,7 +26,7 @@ def propose(
     alternatives: int = 0,
     confidence: bool = True,
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Extras]:
-    """Tokens, confidences and extras for `positions`.
+    """Returns tokens, confidences and extras for `positions`.
 
     The confidence is that of the best token even where another one was drawn: what a draft's length depends on must
     not depend on the draw. It is None where it is not asked for (`confidence`); then no softmax is computed.
@@ -44,7 +44,7 @@ def propose(
 
 
 def runners_up(logits: Float[Array, "B N U"], count: int, execution: Execution) -> Alternatives:
-    """The tokens behind the best one. A few reductions: a sort of the vocabulary would cost more."""
+    """Returns the `count` tokens after the best one, by a few reductions: sorting the vocabulary would cost more."""
     ids = jnp.arange(logits.shape[-1])
     total = jax.nn.logsumexp(logits, axis=-1)
     tokens, values = [argmax(logits, execution)], []
@@ -56,22 +56,12 @@ def runners_up(logits: Float[Array, "B N U"], count: int, execution: Execution) 
 
 
 def no_extras(batch: int, width: int, vocab: int, *, sampled: bool, alternatives: int = 0) -> Extras:
-    """Buffers for the extras of `width` positions."""
+    """Returns empty buffers for the extras of `width` positions."""
     extras: Extras = {"q": jnp.zeros((batch, width, vocab))} if sampled else {}
     if alternatives:
         shape = (batch, width, alternatives)
         extras["alternatives"] = Alternatives(tokens=jnp.zeros(shape, jnp.int32), probability=jnp.zeros(shape))
     return extras
-
-
-def refuse_begun(begun: Draft | None, *, sampled: bool, alternatives: int) -> None:
-    """Given tokens have no extras.
-
-    Raises:
-      ValueError: there are some, and extras are asked for.
-    """
-    if begun is not None and (sampled or alternatives):
-        raise ValueError("a sampled draft, or one with alternatives, cannot begin with another's tokens")
 
 
 def put(buffers: Extras, slots: Int[Array, "B N"], new: Extras) -> Extras:

@@ -108,7 +108,7 @@ class BlockDrafter(Drafter):
     def stored_by(
         self, cached: Int[Array, " B"], front: Int[Array, " B"], active: Bool[Array, " B"]
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
-        """What a pass of `look` covers and stores.
+        """What a `block_pass` covers and stores.
 
         Returns:
           Positions from `cached` to the end of the block of the N-th position from `front`; whether these are more than
@@ -121,7 +121,7 @@ class BlockDrafter(Drafter):
         stored = jnp.where(behind, missed, front // self.block * self.block)
         return need, behind, jnp.where(active, jnp.maximum(cached, stored), cached)
 
-    def look(
+    def block_pass(
         self, state: BlockState, text: Int[Array, "B T"], front: Int[Array, " B"], active: Bool[Array, " B"]
     ) -> tuple[Float[Array, "B N V"], Bool[Array, " B"], BlockState]:
         """One pass over all that is not stored yet, to the end of the block that holds the N-th position from `front`.

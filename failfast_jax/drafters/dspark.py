@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.expansion import Chunk, Growth, expand
-from failfast_jax.decoding.proposal import Extras, no_extras, propose, refuse_begun
+from failfast_jax.decoding.expansion import Chunk, Grow, Growth
+from failfast_jax.decoding.proposal import Extras, propose
 from failfast_jax.decoding.windows import gather_rows
 from failfast_jax.drafters.feature_block import ROWS, FeatureDrafter, FeatureState
 from failfast_jax.errors import ConfigError
@@ -28,7 +28,7 @@ from failfast_jax.options import MethodOptions, Site, option
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class DSparkDrafter(FeatureDrafter):
+class DSparkDrafter(Grow, FeatureDrafter):
     """Each pass drafts the next `spec_len` tokens, at most a block's; the draft grows while its rule lets it.
 
     A pass over a later block sees the tokens drafted before as known rows. Where there is a Markov head, tokens are
@@ -39,18 +39,22 @@ class DSparkDrafter(FeatureDrafter):
     max_spec_len: int = flax.struct.field(pytree_node=False)
     cut: Float[ArrayLike, ""] | None = None
     """A draft ends before its first token with a lower confidence; None: it is not cut."""
-    sampled: bool = flax.struct.field(pytree_node=False, default=False)
-    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
-    alternatives: int = flax.struct.field(pytree_node=False, default=0)
-    """Tokens behind the best one to name at each position: for trees."""
 
     @property
     def shape(self) -> DraftShape:
         longest = self.max_spec_len
-        max_prefix = 0 if self.sampled or self.alternatives else longest - 1
+        max_prefix = self.prefix(longest - 1)
         if self.cut is not None:
             return self.shaped(*range(longest + 1), max_prefix=max_prefix)
         return self.shaped(*range(self.spec_len, longest, self.spec_len), longest, max_prefix=max_prefix)
+
+    @property
+    def least(self) -> int:
+        return 1  # the last chunk may be shorter
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.base.vocab_size
 
     @property
     def block_rows(self) -> int:
@@ -59,32 +63,23 @@ class DSparkDrafter(FeatureDrafter):
         return round_up(config.block_size * -(-(self.max_spec_len + config.own_row) // config.block_size), ROWS)
 
     def draft(self, state, committed, begun=None):
-        batch = committed.length.shape[0]
-        refuse_begun(begun, **self._extra)
-        state = self._ready(state, committed)
+        draft, state = super().draft(self._ready(state, committed), committed, begun)
+        return self._cut(draft, 0 if begun is None else begun.length), state
+
+    def carried(self, state):
+        return state.cache
+
+    def restored(self, state, carried):
+        return state.replace(cache=carried)
+
+    def look(self, state, committed, growth):
         start = committed.length - 1
         root = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-
-        def one_pass(growth: Growth) -> tuple[Chunk, KVCache]:
-            known = jnp.concatenate([root, growth.tokens], axis=1)
-            hidden, cache = self._hidden(state, growth, known, start)
-            tokens, confidence, extras = self._choose(hidden, known, growth.drafted, committed)
-            count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
-            return Chunk(tokens, confidence, count, extras), cache
-
-        draft, cache = expand(
-            one_pass,
-            self.rule,
-            state.memory,
-            state.cache,
-            committed,
-            begun=begun or Draft.empty(batch, 0),
-            chunk=self.spec_len,
-            longest=self.max_draft,
-            least=1,
-            extras=no_extras(batch, self.max_draft, self.model.config.base.vocab_size, **self._extra),
-        )
-        return self._cut(draft, 0 if begun is None else begun.length), state.replace(cache=cache)
+        known = jnp.concatenate([root, growth.tokens], axis=1)
+        hidden, cache = self._hidden(state, growth, known, start)
+        tokens, confidence, extras = self._choose(hidden, known, growth.drafted, committed)
+        count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
+        return Chunk(tokens, confidence, count, extras), cache
 
     def _cut(self, draft: Draft, given: Int[ArrayLike, "*B"]) -> Draft:
         """Without what follows a token that is not sure; `given` first tokens are another source's."""
@@ -92,10 +87,6 @@ class DSparkDrafter(FeatureDrafter):
             return draft
         sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < jnp.reshape(given, (-1, 1)))
         return draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
-
-    @property
-    def _extra(self) -> dict[str, Any]:
-        return {"sampled": self.sampled, "alternatives": self.alternatives}
 
     def _hidden(
         self, state: FeatureState, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
@@ -197,7 +188,7 @@ class DSparkDrafter(FeatureDrafter):
         narrow = ids is not None and not (self.sampled or self.alternatives)
         # What leaves a drafter beside tokens and confidences speaks of the target's ids.
         logits = logits if narrow else self.model.over_vocabulary(logits)
-        asked = self._extra | {"confidence": self.model.network.confidence is None}
+        asked = self.extra | {"confidence": self.model.network.confidence is None}
         tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **asked)
         return ids[tokens] if narrow else tokens, confidence, extras
 

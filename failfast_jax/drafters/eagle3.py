@@ -19,9 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.expansion import Chunk, Growth, expand
-from failfast_jax.decoding.proposal import no_extras, propose
-from failfast_jax.decoding.stopping import Never, StopRule
+from failfast_jax.decoding.expansion import Chunk, Grow, Growth
+from failfast_jax.decoding.proposal import propose
 from failfast_jax.decoding.token_tree import deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.drafters.branch_tree import best_nodes
@@ -44,7 +43,7 @@ class EagleState:
     """Of the pairs at positions 0 .. length - 2, all with their features; anything behind."""
     hidden: Float[Array, "B E"]
     """What the network made of the last of these pairs; anything where there is none (length 1)."""
-    memory: Any
+    memory: Any = ()
     """The stopping rule's."""
 
 
@@ -53,7 +52,6 @@ class EagleDrafter(Drafter):
     """What chains and trees share: the model, and pairs that are final once the target has seen their tokens."""
 
     model: BoundEagle
-    rule: StopRule = Never()
 
     def shaped(self, *lengths: int, window: int, tree: bool = False) -> DraftShape:
         """The shape of drafts of these lengths, the longest one last."""
@@ -64,7 +62,6 @@ class EagleDrafter(Drafter):
         return EagleState(
             cache=self.model.init_cache(batch, capacity),
             hidden=jnp.zeros((batch, self.model.config.base.hidden_size), self.model.dtype),
-            memory=self.rule.init(batch),
         )
 
     def prefill(self, state, committed, start, width, features):
@@ -78,7 +75,6 @@ class EagleDrafter(Drafter):
         width, starts = outcome.features.shape[1], before.length - 1
         tokens = gather_window(after.tokens, before.length, width)
         live = jnp.max(jnp.where(before.running, starts + width, 0))
-        state = state.replace(memory=self.rule.learn(state.memory, outcome))
         return self._seen(state, tokens, outcome.features, starts, live, after.length - before.length - 1)
 
     def _seen(
@@ -99,7 +95,7 @@ class EagleDrafter(Drafter):
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class EagleChain(EagleDrafter):
+class EagleChain(Grow, EagleDrafter):
     """Drafts one token a pass: `spec_len` tokens, and on while its rule lets it and another chunk fits `max_spec_len`.
 
     Greedy at every temperature, unless `sampled`.
@@ -107,45 +103,39 @@ class EagleChain(EagleDrafter):
 
     spec_len: int = flax.struct.field(pytree_node=False)
     max_spec_len: int = flax.struct.field(pytree_node=False)
-    sampled: bool = flax.struct.field(pytree_node=False, default=False)
-    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
 
     @property
     def shape(self) -> DraftShape:
         lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
         return self.shaped(*lengths, window=lengths[-1] + ROWS)
 
-    def draft(self, state, committed):
-        drafting = committed.running & (committed.length > 1)
-        batch, vocab = committed.length.shape[0], self.model.embed.shape[0]
+    @property
+    def vocab_size(self) -> int:
+        return self.model.embed.shape[0]
 
-        def one_pass(growth: Growth) -> tuple[Chunk, tuple[KVCache, Array]]:
-            # All drafts that grow have the same length: the first token comes of what is known.
-            behind_first = jnp.any(growth.growing & (growth.drafted > 0))
-            model = when(behind_first, functools.partial(self._over_newest, committed, growth), growth.model)
-            logits = self.model.network.logits_of(model[1])[:, None]
-            if self.sampled:  # of the target's ids, as the distributions are
-                logits = jnp.full((batch, 1, vocab), -jnp.inf).at[..., self.model.draft_ids].set(logits)
-            positions = (committed.length + growth.drafted)[:, None]
-            tokens, confidence, extras = propose(
-                logits, positions, committed.sampling, self.model.execution, sampled=self.sampled
-            )
-            if not self.sampled:
-                tokens = self.model.draft_ids[tokens]
-            return Chunk(tokens, confidence, jnp.ones_like(growth.drafted), extras), model
+    def draft(self, state, committed, begun=None):
+        return super().draft(state, committed.replace(running=committed.running & (committed.length > 1)), begun)
 
-        draft, (cache, _) = expand(
-            one_pass,
-            self.rule,
-            state.memory,
-            (state.cache, state.hidden),
-            committed.replace(running=drafting),
-            begun=Draft.empty(batch, 0),
-            chunk=self.spec_len,
-            longest=self.max_draft,
-            extras=no_extras(batch, self.max_draft, vocab, sampled=self.sampled),
-        )
-        return draft, state.replace(cache=cache)
+    def carried(self, state):
+        return state.cache, state.hidden
+
+    def restored(self, state, carried):
+        return state.replace(cache=carried[0])  # the next round's hidden state comes from `commit`
+
+    def look(self, state, committed, growth):
+        del state
+        # All drafts that grow have the same length: the first token needs no pass, its hidden state is there.
+        longer = jnp.any(growth.growing & (growth.drafted > 0))
+        model = when(longer, functools.partial(self._over_newest, committed, growth), growth.model)
+        logits = self.model.network.logits_of(model[1])[:, None]
+        if self.sampled:  # distributions are over the target's ids
+            nowhere = jnp.full((*logits.shape[:2], self.vocab_size), -jnp.inf)
+            logits = nowhere.at[..., self.model.draft_ids].set(logits)
+        positions = (committed.length + growth.drafted)[:, None]
+        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self.extra)
+        if not self.sampled:
+            tokens = self.model.draft_ids[tokens]
+        return Chunk(tokens, confidence, jnp.ones_like(growth.drafted), extras), model
 
     def _over_newest(
         self, committed: Committed, growth: Growth, carry: tuple[KVCache, Float[Array, "B E"]]

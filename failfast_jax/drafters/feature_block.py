@@ -16,7 +16,6 @@ from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import argmax_and_confidence
-from failfast_jax.decoding.stopping import Never, StopRule
 from failfast_jax.decoding.unmasking import to_fill
 from failfast_jax.decoding.windows import write_rows
 from failfast_jax.models.block_network import DSparkModel
@@ -41,7 +40,7 @@ class FeatureState:
     pending: Float[Array, "B pending F E"]
     """Features of positions `stored ... length - 2`, which the cache lacks so far; P is 0 where none wait."""
     stored: Int[Array, " B"]
-    memory: Any
+    memory: Any = ()
     """The stopping rule's."""
 
 
@@ -50,7 +49,6 @@ class FeatureDrafter(Drafter):
     """What drafters of blocks share: the model and the features that it reads."""
 
     model: DSparkModel
-    rule: StopRule = Never()
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     deferred: bool = flax.struct.field(pytree_node=False, default=False)
     """Store the features of many rounds at once, when a draft needs them: worth it where many rounds draft nothing."""
@@ -83,7 +81,6 @@ class FeatureDrafter(Drafter):
             features=jnp.zeros((batch, *size), dtype),
             pending=jnp.zeros((batch, PENDING if self.deferred else 0, *size), dtype),
             stored=jnp.zeros((batch,), jnp.int32),
-            memory=self.rule.init(batch),
         )
 
     def prefill(self, state, committed, start, width, features):
@@ -101,7 +98,6 @@ class FeatureDrafter(Drafter):
 
     def commit(self, state, outcome):
         before, after, features = outcome.before, outcome.after, outcome.features
-        state = state.replace(memory=self.rule.learn(state.memory, outcome))
         count = after.length - before.length
         last = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None, None], axis=1)[:, 0]
         state = state.replace(features=jnp.where((count > 0)[:, None, None], last, state.features))

@@ -60,7 +60,7 @@ class SpecDiff(BlockDrafter):
         shape = (length.shape[0], self.spec_len)
 
         def body(step: Int[Array, ""], carry: _Denoising) -> _Denoising:
-            logits, _, model = self.look(carry.state, carry.text, length, active)
+            logits, _, model = self.block_pass(carry.state, carry.text, length, active)
             # The row that predicts the first token may end a block, which the next step has to see again.
             again = jnp.minimum(model.cached, self.whole_blocks(length))
             model = model.replace(cached=jnp.where(step + 1 < self.steps, again, model.cached))

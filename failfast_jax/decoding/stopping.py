@@ -18,7 +18,7 @@ from failfast_jax.decoding.decode_state import Outcome
 
 @flax.struct.dataclass
 class DraftSoFar:
-    """What a rule sees after each chunk of B drafts of at most M tokens."""
+    """Input of a rule after each chunk: B drafts of at most M tokens."""
 
     tokens: Int[Array, "B M"]
     """Ids; anything beyond `drafted`."""
@@ -27,7 +27,7 @@ class DraftSoFar:
     drafted: Int[Array, " B"]
     """Length of the draft, the newest chunk included."""
     newest: Int[Array, " B"]
-    """Where the newest chunk begins."""
+    """First column of the newest chunk."""
 
     @property
     def in_newest(self) -> Bool[Array, "B M"]:
@@ -47,10 +47,10 @@ class StopRule:
         return ()
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
-        """Whether the draft ends with its newest chunk. (It also ends where no further chunk fits.)
+        """Returns true where the draft ends with its newest chunk. (It also ends where no further chunk fits.)
 
         Args:
-          draft: of all B sequences, also of those whose draft has ended; their answer counts no more.
+          draft: of all B sequences; the answer for a draft that has ended is ignored.
           memory: of `init` and `learn`.
 
         Raises:

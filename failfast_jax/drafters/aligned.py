@@ -31,7 +31,7 @@ class AlignedState(BlockState):
     """State of the drafter."""
 
     doubted: Bool[Array, " B"] | None = None
-    """Whether the last draft ended because of a confidence below tau, and not for its length or a stop token."""
+    """True if the last draft ended because of a confidence below tau, and not for its length or a stop token."""
 
 
 @flax.struct.dataclass
@@ -47,17 +47,26 @@ class _Filling:
     listed: Int[Array, " B"]
     """Confidences seen so far (a position counts once a pass)."""
     unsure: Bool[Array, " B"]
-    """Whether the rule was broken by one of them (below tau)."""
+    """True if the rule was broken by a confidence (below tau)."""
     blocks: Int[Array, " B"]
     """Blocks that the draft has filled."""
     growing: Bool[Array, " B"]
     passes: Int[Array, " B"]
 
 
+@flax.struct.dataclass
+class _Guess:
+    """Scores of one pass over a block."""
+
+    block: BlockPass
+    tokens: Int[Array, "B d"]
+    confidence: Float[Array, "B d"]
+
+
 def is_stop(text: Int[Array, "B T"], committed: Committed) -> Bool[Array, "B T"]:
-    """Which tokens behind the committed ones are stop tokens."""
-    behind = jnp.arange(text.shape[1]) >= committed.length[:, None]
-    return behind & (text[..., None] == committed.eos[:, None]).any(-1)
+    """Marks the stop tokens after the committed tokens."""
+    drafted = jnp.arange(text.shape[1]) >= committed.length[:, None]
+    return drafted & (text[..., None] == committed.eos[:, None]).any(-1)
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -119,8 +128,18 @@ class Aligned(BlockDrafter):
         )
         return self._draft_of(end, committed), end.state
 
+    # Block 8, small block 4, threshold 0.9, length 2, M is the mask; row i predicts token i + 1:
+    #   before  a b M M | M M M M   rows 0 0 1 2 score places 0 1 2 3; the masked places 2 and 3 get c (.95) and d (.40)
+    #   after   a b c M | M M M M   c is above the threshold; the next pass fills d (the best one), then places 4 to 7
+    #   full    a b c d | e f g h   one more pass stores the block; its last row predicts the next block's first token
     def _pass(self, carry: _Filling, committed: Committed) -> _Filling:
-        """One pass over each growing sequence's block."""
+        """Makes one pass over each growing sequence's block."""
+        carry, guess = self._guess(carry, committed)
+        carry, masked = self._unmask(carry, guess, committed)
+        return self._decide(carry, guess, masked, committed)
+
+    def _guess(self, carry: _Filling, committed: Committed) -> tuple[_Filling, _Guess]:
+        """Scores the positions of the small block that is filled, or the next block's first one."""
         at = carry.state.cached
         block = BlockPass.over(
             carry.text,
@@ -133,30 +152,44 @@ class Aligned(BlockDrafter):
         )
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
-        proposed, confidence = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)), self.model.execution)
+        scores = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)), self.model.execution)
+        return carry.replace(state=carry.state.replace(cache=cache)), _Guess(block, *scores)
 
-        storing, denoising = carry.growing & block.full, carry.growing & ~block.full
-        cached = jnp.where(storing, at + self.block, at)
+    def _unmask(self, carry: _Filling, guess: _Guess, committed: Committed) -> tuple[_Filling, Bool[Array, "B d"]]:
+        """Fills positions of the small block, or stores a full block and opens the next one.
+
+        Returns:
+          The carry, and the positions of the small block that were masked.
+        """
+        block = guess.block
+        storing = carry.growing & block.full
+        cached = jnp.where(storing, block.at + self.block, block.at)
         text, masked, chosen = block.unmasked(
             carry.text,
-            proposed,
-            confidence,
+            guess.tokens,
+            guess.confidence,
             active=carry.growing,
             threshold=self.threshold,
             opens_next=cached >= committed.length,
         )
         opened = storing & (cached >= committed.length) & block.token_shift
-        seen = self._seen(carry.confidence, block, confidence, opened, chosen)
-        # All confidences of all passes join one list, a position once a pass.
+        seen = self._seen(carry.confidence, block, guess.confidence, opened, chosen)
+        return carry.replace(text=text, confidence=seen, state=carry.state.replace(cached=cached)), masked
+
+    def _decide(self, carry: _Filling, guess: _Guess, masked: Bool[Array, "B d"], committed: Committed) -> _Filling:
+        """Lists the confidences of the pass, counts it, and stops or lengthens the drafts that are as long as asked."""
+        block, at, text = guess.block, guess.block.at, carry.text
+        # All confidences of all passes join one list, a position once per pass.
         listed = carry.listed + masked.sum(1)
-        shown = DraftSoFar(proposed, jnp.where(masked, confidence, 1.0), jnp.full_like(at, self.small_block), 0 * at)
-        unsure = carry.unsure | self.rule.stops(shown, carry.state.memory)
+        shown = jnp.where(masked, guess.confidence, 1.0)
+        so_far = DraftSoFar(guess.tokens, shown, jnp.full_like(at, self.small_block), jnp.zeros_like(at))
+        unsure = carry.unsure | self.rule.stops(so_far, carry.state.memory)
 
         whole = at + self.block <= committed.length  # nothing but committed tokens
-        blocks = carry.blocks + (storing & ~whole)
+        blocks = carry.blocks + (carry.growing & block.full & ~whole)
         columns = jnp.arange(text.shape[1])
         exists = jnp.argmax((text == self.mask_token) & (columns >= committed.length[:, None]), 1) - committed.length
-        drafted = denoising & (exists >= carry.spec_len)
+        drafted = carry.growing & ~block.full & (exists >= carry.spec_len)
         stopped = drafted & (unsure | (listed >= self.max_spec_len) if self.expand else True)
         longer = drafted & ~stopped
         doubted = carry.state.doubted | (stopped & unsure & self.expand)
@@ -164,12 +197,10 @@ class Aligned(BlockDrafter):
         stopped |= (is_stop(text, committed) & (columns - committed.length[:, None] < exists[:, None])).any(1)
         stopped |= blocks >= MOST_BLOCKS
         stopped |= jnp.minimum(carry.spec_len, exists) > committed.room
-        # Filling up the cache before the first round belongs to the prefill.
+        # Passes that fill the cache before the first round belong to the prefill.
         counted = carry.growing & ~(whole & (committed.length == committed.prompt_length))
-        return _Filling(
-            text=text,
-            confidence=seen,
-            state=carry.state.replace(cache=cache, cached=cached, doubted=doubted),
+        return carry.replace(
+            state=carry.state.replace(doubted=doubted),
             spec_len=jnp.where(longer, carry.spec_len + self.spec_len, carry.spec_len),
             listed=listed,
             unsure=unsure,
@@ -186,7 +217,7 @@ class Aligned(BlockDrafter):
         opened: Bool[Array, " B"],
         chosen: Bool[Array, "B d"],
     ) -> Float[Array, "B T"]:
-        """The confidences with those of the positions that a pass filled."""
+        """Returns the confidences, with those of the positions that a pass filled."""
         everyone = jnp.arange(seen.shape[0])
         nowhere = seen.shape[1]  # out of bounds: dropped
         seen = seen.at[everyone, jnp.where(opened, block.at + self.block, nowhere)].set(confidence[:, 0], mode="drop")
@@ -194,7 +225,7 @@ class Aligned(BlockDrafter):
         return seen.at[everyone[:, None], slots].set(confidence, mode="drop")
 
     def _draft_of(self, end: _Filling, committed: Committed) -> Draft:
-        """The first `spec_len` tokens, as far as they exist and fit, cut after a stop token."""
+        """Returns the first `spec_len` tokens, as far as they exist and fit, cut after a stop token."""
         tokens = gather_window(end.text, committed.length, self.max_draft)
         columns = jnp.arange(self.max_draft)
         masked = tokens == self.mask_token

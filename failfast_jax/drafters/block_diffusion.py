@@ -1,4 +1,4 @@
-"""What the drafters with a block-diffusion model share: its cache of whole blocks, and passes over what it lacks."""
+"""Base of the drafters with a block-diffusion model: its cache of whole blocks, and passes over the uncached rest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BlockDrafter(Drafter):
 
     @property
     def shift(self) -> int:
-        """How many rows before a position the row is that predicts it: 1 or 0, see `ModelConfig.token_shift`."""
+        """Distance from a position back to the row that predicts it: 1 or 0, see `ModelConfig.token_shift`."""
         return int(self.model.config.token_shift)
 
     def shaped(self, *lengths: int, **more: Any) -> DraftShape:
@@ -62,7 +62,7 @@ class BlockDrafter(Drafter):
     def window(self) -> int:
         """Positions of the widest pass."""
         # The oldest position not yet stored lies less than a block before the last pass's chunk, and
-        # the next chunk ends at most two chunks and one token behind that.
+        # the next chunk ends at most two chunks and one token after that.
         return round_up(self.block + 2 * self.spec_len, self.block)
 
     def init(self, batch: int, capacity: int) -> BlockState:
@@ -70,7 +70,7 @@ class BlockDrafter(Drafter):
 
     def prefill(self, state, committed, start, width, features):
         del features
-        # Blocks that hold the row of the first draft, or lie behind it, are left to the rounds.
+        # The block with the row of the first draft, and later ones, are left to the rounds.
         tokens = gather_window(committed.tokens, jnp.full_like(committed.length, start), width)
         starts = jnp.full_like(committed.length, start)
         _, cache, _ = self.model.window(tokens, state.cache, starts, start + width)
@@ -108,18 +108,18 @@ class BlockDrafter(Drafter):
     def stored_by(
         self, cached: Int[Array, " B"], front: Int[Array, " B"], active: Bool[Array, " B"]
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
-        """What a `block_pass` covers and stores.
+        """Computes the range that a `block_pass` covers and the range that it stores.
 
         Returns:
           Positions from `cached` to the end of the block of the N-th position from `front`; whether these are more than
-          a pass holds, so that it only stores some; and the positions that are final behind it.
+          a pass holds, so that it only stores some; and the positions that are final after it.
         """
         end = (front + self.spec_len + self.block - 1) // self.block * self.block
         need = end - cached
-        behind = need > self.window
+        lags = need > self.window
         missed = jnp.minimum(cached + self.window, self.whole_blocks(front))
-        stored = jnp.where(behind, missed, front // self.block * self.block)
-        return need, behind, jnp.where(active, jnp.maximum(cached, stored), cached)
+        stored = jnp.where(lags, missed, front // self.block * self.block)
+        return need, lags, jnp.where(active, jnp.maximum(cached, stored), cached)
 
     def block_pass(
         self, state: BlockState, text: Int[Array, "B T"], front: Int[Array, " B"], active: Bool[Array, " B"]
@@ -133,12 +133,16 @@ class BlockDrafter(Drafter):
           active: sequences that the pass is for.
 
         Returns:
-          Logits that score the N = `spec_len` positions from `front` on; which sequences are behind, that is lack so
-          much (after rounds that were sat out) that the pass only stored some of it; and the state.
+          Logits that score the N = `spec_len` positions from `front` on; which sequences lack so much
+          (after rounds without a draft) that the pass only stored some of it; and the state.
         """
+        # Block 8, spec_len 10, cached 16, front 21, row i predicts token i + 1:
+        #   pass over 16 .. 31   tokens 16 to 20, then 11 masks: two blocks hold the 10 positions 21 .. 30
+        #   rows 20 .. 29        score the positions 21 .. 30: columns 4 .. 13 of the pass
+        #   final after it       16: the block that begins there still has masks; with front 24 it would be 24
         offsets = jnp.arange(self.spec_len)
         cached = state.cached
-        need, behind, stored = self.stored_by(cached, front, active)
+        need, lags, stored = self.stored_by(cached, front, active)
 
         def look_at(width: int):
             def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
@@ -154,4 +158,4 @@ class BlockDrafter(Drafter):
         nothing = jnp.zeros((front.shape[0], self.spec_len, self.model.config.hidden_size), self.model.dtype)
         hidden, cache = one_of(rung, branches, (nothing, state.cache))
 
-        return self.logits(hidden), behind, state.replace(cache=cache, cached=stored)
+        return self.logits(hidden), lags, state.replace(cache=cache, cached=stored)

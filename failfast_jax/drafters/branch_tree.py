@@ -1,7 +1,13 @@
-"""Token trees: where a one-pass draft is unsure, what else it considered is verified beside it.
+"""Branch trees: alternatives at the unsure positions of a one-pass draft are verified together with the draft.
 
-A branch replaces the token at one position by an alternative and goes on with the draft's own tokens of the later
+A branch replaces the token at one position by an alternative and continues with the draft's tokens of the later
 positions: one pass proposed all of them without having seen the token that is replaced.
+
+    draft a b c, confidences .9 .5 .8, alternative x (.4) at the second position
+    nodes   1 a (root)  2 b (1)  3 c (2)  4 x (1)  5 c (4)
+    worth   .9          .45      .36      .36      .29        product of the confidences from the root
+
+A budget of 4 nodes keeps a, b, c and x.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ LEAST = 1e-9
 
 
 def grow(draft: Draft, budget: int) -> Tree:
-    """The draft's own tokens, and the branch nodes that are most probably right, up to `budget` nodes.
+    """Returns the draft's tokens, and the branch nodes that are most probably right, up to `budget` nodes.
 
     A confidence is taken as the probability that the target agrees there if it did before, and a node's worth is their
     product from the root to it. It falls along a branch, so that the best nodes are whole beginnings of branches. That
@@ -38,7 +44,7 @@ def grow(draft: Draft, budget: int) -> Tree:
     total = jnp.cumsum(jnp.where(inside, jnp.log(jnp.clip(draft.confidence, LEAST, 1.0)), 0.0), axis=1)
     total = jax.lax.cummin(total, axis=1)  # against rounding: a node is never worth more than its parent
     before = jnp.pad(total[:, :-1], ((0, 0), (1, 0)))
-    # Candidates in the order (fork, alternative, position), behind the draft's own tokens: parents come first.
+    # Candidates in the order (fork, alternative, position), after the draft's tokens: parents come first.
     opened = (before - total)[..., None] + jnp.log(jnp.clip(draft.alternatives.probability, LEAST, 1.0))
     value = opened[..., None] + total[:, None, None]
     exists = (at[:, None] <= at)[None, :, None] & inside[:, None, None]
@@ -47,8 +53,8 @@ def grow(draft: Draft, budget: int) -> Tree:
 
     fork, rank, position = (axis.reshape(-1) for axis in np.indices((longest, count, longest)))
     opens = position == fork
-    own = longest + np.arange(fork.size)
-    parent = np.concatenate([at - 1, np.where(opens, fork - 1, own - 1)])
+    node = longest + np.arange(fork.size)
+    parent = np.concatenate([at - 1, np.where(opens, fork - 1, node - 1)])
     tokens = jnp.where(opens, draft.alternatives.tokens[:, fork, rank], draft.tokens[:, position])
     tokens = jnp.concatenate([draft.tokens, tokens], axis=1)
     confidence = jnp.where(opens, draft.alternatives.probability[:, fork, rank], draft.confidence[:, position])
@@ -68,7 +74,7 @@ def best_nodes(
     Args:
       value: -inf: no candidate. No candidate may be worth more than its parent; of equals, the first are taken.
       parent: number of each candidate's parent, which comes before it; -1: the root.
-      confidence: of each candidate behind its parent.
+      confidence: of each candidate after its parent.
     """
     count = value.shape[1]
     nodes = min(budget, count)

@@ -44,8 +44,8 @@ class ScheduleOptions(MethodOptions):
             small = self.small_block_size or 8
             require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
             return {"small_block": small, "block_cache": self.block_cache}
-        given = f"--small-block-size {self.small_block_size}"
-        require(self.small_block_size is None, given, "SDAR models unmask a block as a whole")
+        flag = f"--small-block-size {self.small_block_size}"
+        require(self.small_block_size is None, flag, "SDAR models unmask a block as a whole")
         require(not self.block_cache, "--block-cache", "SDAR models have no small blocks to cache for")
         # With fewer steps the release fills positions by a top-k that also ranks filled ones, as -inf: it overwrites
         # some of them, and torch leaves open which.

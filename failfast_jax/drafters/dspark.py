@@ -91,15 +91,19 @@ class DSparkDrafter(Grow, FeatureDrafter):
     def _hidden(
         self, state: FeatureState, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
     ) -> tuple[Float[Array, "B R E"], KVCache]:
-        """Hidden states of the root, what is drafted, and masks to the end of the block that drafts on."""
+        """Returns hidden states of the root, the drafted tokens, and masks to the end of the block that drafts on."""
+        # Block 4, longest draft 8, drafted 3 (d0 d1 d2), M is the mask; row j scores draft token j (`own_row` false):
+        #   rows      0 root  1 d0  2 d1  3 d2 | 4 M  5 M  6 M  7 M    8 rows: two blocks
+        #   scores                  -     d3   | d4   d5   ...          the next chunk is read from row 3 on
+        # A network whose rows score their own place (`own_row`) reads the same tokens one row later.
         config, rows = self.model.config, self.block_rows
         last = jnp.minimum(growth.drafted + self.spec_len, self.max_draft) + config.own_row
         used = -(-last // config.block_size) * config.block_size
         tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
-        given = jnp.arange(rows) <= growth.drafted[:, None]
+        known_rows = jnp.arange(rows) <= growth.drafted[:, None]
         # Without the barrier XLA would compute what is made of the features in every round, even one without drafts.
         features, _ = jax.lax.optimization_barrier((state.features, growth.drafted))
-        inputs = self.model.network.inputs(self.model.embed, tokens, given, features)
+        inputs = self.model.network.inputs(self.model.embed, tokens, known_rows, features)
 
         def over(width: int):
             def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
@@ -122,7 +126,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
     def _choose(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"], committed: Committed
     ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Extras]:
-        """The next `spec_len` tokens behind `drafted` ones."""
+        """Chooses the next `spec_len` tokens after `drafted` ones."""
         network, own_row = self.model.network, self.model.config.own_row
         front = drafted[:, None] + jnp.arange(self.spec_len)
         here = gather_rows(hidden, jnp.minimum(front + own_row, self.block_rows - 1))
@@ -132,8 +136,8 @@ class DSparkDrafter(Grow, FeatureDrafter):
             tokens, confidence, extras = self._propose(logits, positions, committed)
             return tokens, self._confidence(here, None, confidence), extras
 
-        behind = self._markov_state(hidden, known, drafted)
-        tokens, before, confidence, extras = self.in_turn(here, logits, positions, behind, committed)
+        before = self._markov_state(hidden, known, drafted)
+        tokens, before, confidence, extras = self.in_turn(here, logits, positions, before, committed)
         return tokens, self._confidence(here, before, confidence), extras
 
     def in_turn(
@@ -149,7 +153,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
         Args:
           hidden: of the rows.
           logits: of the rows, before correction.
-          behind: the head's state in front of them, and the token there.
+          behind: the head's state before the rows, and the token there.
 
         Returns:
           The tokens, what the head knows of those in front of each, their softmax where no head says how sure they are,
@@ -176,7 +180,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
 
     @property
     def _chooses_at_once(self) -> bool:
-        """Whether the Markov head may choose a block in one call: nothing else needs a row's corrected logits."""
+        """True if the Markov head may choose a block in one call: nothing else needs a row's corrected logits."""
         needed = self.sampled or self.alternatives or self.model.network.confidence is None
         return self.model.markov_reach is not None and self.model.network.markov.chooses_blocks and not needed
 
@@ -195,7 +199,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
     def _markov_state(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"]
     ) -> tuple[Float[Array, "B r"], Int[Array, " B"]]:
-        """The Markov head's state behind the drafted tokens, and the last of these (or the root)."""
+        """Returns the Markov head's state after the drafted tokens, and the last of them (or the root)."""
         markov, own_row = self.model.network.markov, self.model.config.own_row
         state = jnp.zeros((hidden.shape[0], markov.rank), hidden.dtype)
         last = jnp.take_along_axis(known, drafted[:, None], axis=1)[:, 0]

@@ -40,16 +40,16 @@ class EagleState:
     """State of the drafter."""
 
     cache: KVCache
-    """Of the pairs at positions 0 .. length - 2, all with their features; anything behind."""
+    """Keys and values of the pairs at positions 0 .. length - 2, all with their features; anything after."""
     hidden: Float[Array, "B E"]
-    """What the network made of the last of these pairs; anything where there is none (length 1)."""
+    """Hidden state of the last of these pairs; anything where there is none (length 1)."""
     memory: Any = ()
     """The stopping rule's."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class EagleDrafter(Drafter):
-    """What chains and trees share: the model, and pairs that are final once the target has seen their tokens."""
+    """Base of chains and trees: the model, and pairs that are final once the target has seen their tokens."""
 
     model: BoundEagle
 
@@ -66,7 +66,7 @@ class EagleDrafter(Drafter):
 
     def prefill(self, state, committed, start, width, features):
         starts = jnp.full_like(committed.length, start)
-        # The last chunk may end with the buffer, and its last pair's token lies behind.
+        # The last chunk may end with the buffer; its last pair's token lies beyond.
         tokens = gather_window(jnp.pad(committed.tokens, ((0, 0), (0, 1))), starts + 1, width)
         return self._seen(state, tokens, features, starts, start + width, committed.length - 2 - start)
 
@@ -160,11 +160,11 @@ class _Growing:
     score: Float[Array, "B C"]
     """Log-probability of the path that ends there."""
     probability: Float[Array, "B C"]
-    """Of the token behind its parent."""
+    """Probability of the token after its parent."""
     beams: Int[Array, "B k"]
     """Candidates that the next pass goes over, by falling score."""
     hidden: Float[Array, "B k E"]
-    """What each beam's parent made: the beams' hidden states."""
+    """Hidden states of the beams: each beam's parent made its own."""
     sees: Bool[Array, "B k S"]
     """Slots of the tree that each beam sees."""
     cache: KVCache
@@ -188,7 +188,14 @@ class _Growing:
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class EagleTree(EagleDrafter):
     """Drafts a tree: the `top_k` best first tokens, then `depth` passes, each over the `top_k` best nodes that the pass
-    before made. Of all that came up, the `budget` most probable nodes are verified."""
+    before made. The `budget` most probable of all candidates are verified.
+
+    With top_k 2 and depth 1 there are 2 + 4 candidates, each with its log-probability from the root:
+
+        pass 0   0 a -.2   1 b -1.6                          both are beams
+        pass 1   2 c -.5   3 d -1.9   4 e -1.8   5 f -4.0    c and d follow a, e and f follow b
+        budget 4 verifies a, c, b, e: no node is more probable than its parent
+    """
 
     budget: int = flax.struct.field(pytree_node=False)
     """Nodes without the root."""
@@ -207,7 +214,7 @@ class EagleTree(EagleDrafter):
 
     @property
     def passes(self) -> int:
-        """Of a draft."""
+        """Passes per draft."""
         return self.depth + 1
 
     @property
@@ -284,17 +291,17 @@ class EagleTree(EagleDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class TreeOptions(MethodOptions):
-    """What a tree of an EAGLE drafter is like."""
+    """Size and form of an EAGLE drafter's trees."""
 
     tree_budget: int | None = option(None, f"verify a tree of n tokens ({TREE_BUDGET})", least=1, most=LONGEST_DRAFT)
     tree_depth: int | None = option(
-        None, f"passes behind the first that a tree grows by ({TREE_DEPTH})", least=1, most=32
+        None, f"passes after the first that a tree grows by ({TREE_DEPTH})", least=1, most=32
     )
     tree_top_k: int | None = option(None, f"nodes that each of them goes over ({TREE_TOP_K})", least=1, most=64)
 
     @property
     def asks_for_a_tree(self) -> bool:
-        """Whether one of these options is given."""
+        """True if one of these options is given."""
         return bool(self.tree_budget or self.tree_depth or self.tree_top_k)
 
     def tree(self, site: Site) -> EagleTree:
@@ -303,11 +310,11 @@ class TreeOptions(MethodOptions):
         Raises:
           OptionError: the model, or `--exact`, has none.
         """
-        said = "a tree's keys lie at other places of the cache than vanilla's; --spec-len n drafts chains"
-        require(not site.exact, "--exact", said)
+        reason = "a tree's keys lie at other places of the cache than vanilla's; --spec-len n drafts chains"
+        require(not site.exact, "--exact", reason)
         window = site.model.config.sliding_window
-        said = f"its attention slides ({window} positions), which trees have none of; --spec-len n drafts chains"
-        require(window is None, site.model_name, said)
+        reason = f"its attention slides ({window} positions), which trees have none of; --spec-len n drafts chains"
+        require(window is None, site.model_name, reason)
         depth, top_k = self.tree_depth or TREE_DEPTH, self.tree_top_k or TREE_TOP_K
         most = site.model.config.draft_vocab
         require(top_k <= most, f"--tree-top-k {top_k}", f"this drafter drafts {most} different tokens")
@@ -330,8 +337,8 @@ class Eagle3Options(TreeOptions):
     )
 
     def check(self) -> None:
-        said = "a chain has no --tree-budget, --tree-depth or --tree-top-k"
-        require(not (self.spec_len and self.asks_for_a_tree), f"--spec-len {self.spec_len}", said)
+        reason = "a chain has no --tree-budget, --tree-depth or --tree-top-k"
+        require(not (self.spec_len and self.asks_for_a_tree), f"--spec-len {self.spec_len}", reason)
 
     def build(self, site: Site) -> EagleDrafter:
         length = self.spec_len or (None if self.asks_for_a_tree else site.model.config.chain)

@@ -13,7 +13,7 @@ from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.branch_tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
-from failfast_jax.drafters.reuse import ReleasedReuse, Reuse
+from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
@@ -27,7 +27,7 @@ ONLY_ALIGNED = ("threshold", "small_block_size")
 ONLY_WIDE = ("tree_budget",)
 CONFIDENCE, CONGESTION = "confidence", "congestion"
 WINDOW_LEAST, WINDOW_MOST, WINDOW_INCREASE = 0.8, 30, 1.8
-"""Of the congestion window in the authors' early code: its least is a share of `spec_len`."""
+"""Settings of the congestion window in the authors' early code; the least is a share of `spec_len`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FailfastOptions(MethodOptions):
         "wide", "wide: one pass a chunk; aligned: as the authors' released code", choices=("wide", "aligned")
     )
     reuse: bool = option(
-        False, "go on like the rejected part of the last draft where it fits (aligned: only behind a doubted token)"
+        False, "go on like the rejected part of the last draft where it fits (aligned: only after a doubted token)"
     )
     tree_budget: int | None = option(
         None, "verify a tree of n tokens, the draft and branches", least=1, most=LONGEST_DRAFT
@@ -67,8 +67,8 @@ class FailfastOptions(MethodOptions):
         other, names = ("wide", ONLY_ALIGNED) if self.schedule == "wide" else ("aligned", ONLY_WIDE)
         for name in names:
             if value := getattr(self, name):
-                given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
-                raise OptionError(f"{given}: not with --schedule {other}")
+                flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+                raise OptionError(f"{flag}: not with --schedule {other}")
         if self.rule == CONGESTION:
             fine = self.schedule == "wide" and not self.tree_budget
             require(fine, f"--rule {self.rule}", "not with --schedule aligned, nor with --tree-budget")
@@ -98,15 +98,16 @@ class FailfastOptions(MethodOptions):
             return self._eagle(site)
         if self.schedule == "aligned":
             aligned = self._aligned(site)
-            return ReleasedReuse.of(aligned) if self.reuse else aligned
+            longest = 2 * aligned.max_draft
+            return Reuse(model=aligned, max_spec_len=longest, released=True) if self.reuse else aligned
         if self.tree_budget:
             return self._tree(site)
         drafter = self.expanding(site)
         spec_len, longest = drafter.spec_len, drafter.max_spec_len
         if not self.reuse:
             return drafter
-        said = f"drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})"
-        require(spec_len < longest, "--reuse", said)
+        reason = f"drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})"
+        require(spec_len < longest, "--reuse", reason)
         return Reuse(model=drafter, max_spec_len=longest)
 
     def expanding(self, site: Site) -> DSparkDrafter | Wide:
@@ -161,13 +162,13 @@ class FailfastOptions(MethodOptions):
 
     def _tree(self, site: Site) -> TreeDrafter:
         flag = f"--tree-budget {self.tree_budget}"
-        said = "a branch's keys lie at other places of the cache than vanilla's, so that sums are rounded otherwise"
-        require(not site.exact, flag, f"no --exact: {said}")
+        reason = "a branch's keys lie at other places of the cache than vanilla's, so that sums are rounded otherwise"
+        require(not site.exact, flag, f"no --exact: {reason}")
         chain = (self.spec_len, self.max_spec_len, self.tau)
         drafter = one_pass_drafter(site, *chain, alternatives=ALTERNATIVES, most=self.tree_budget)
         longest = drafter.max_draft
-        said = f"must be at least the longest draft, {longest} tokens (--spec-len, --max-spec-len)"
-        require(longest <= self.tree_budget, flag, said)
+        reason = f"must be at least the longest draft, {longest} tokens (--spec-len, --max-spec-len)"
+        require(longest <= self.tree_budget, flag, reason)
         return TreeDrafter(model=drafter, budget=self.tree_budget)
 
 
@@ -184,7 +185,7 @@ def one_pass_drafter(
 
     Args:
       spec_len: tokens of a chunk; None: what suits the model.
-      max_spec_len: of the longest draft; likewise.
+      max_spec_len: tokens of the longest draft; None: as many as suit the model.
       tau: confidence below which a draft ends with its chunk.
       most: default of the longest draft.
     """

@@ -36,7 +36,7 @@ class FeatureState:
     cache: KVCache
     """Keys and values projected from the features of all committed positions but the last."""
     features: Float[Array, "B F E"]
-    """Those of position length - 2; zeros while there is none."""
+    """Features of position length - 2; zeros while there is none."""
     pending: Float[Array, "B pending F E"]
     """Features of positions `stored ... length - 2`, which the cache lacks so far; P is 0 where none wait."""
     stored: Int[Array, " B"]
@@ -46,7 +46,7 @@ class FeatureState:
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class FeatureDrafter(Drafter):
-    """What drafters of blocks share: the model and the features that it reads."""
+    """Base of the drafters of blocks: the model and the features that it reads."""
 
     model: DSparkModel
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
@@ -106,7 +106,7 @@ class FeatureDrafter(Drafter):
             cache = self.model.network.store(features, state.cache, before.length - 1)
             return state.replace(cache=cache, stored=after.length - 1)
         at = before.length - 1 - state.stored
-        # Features are wide: behind a plain step, only the row that matters is moved.
+        # Features are wide: after a plain step, only the row that matters is moved.
         writes = [functools.partial(write_rows, new=features[:, :width], at=at) for width in (1, rows)]
         pending = one_of(jnp.any(count > 1), writes, state.pending)
         no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)

@@ -14,14 +14,14 @@ from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
 LONGEST_MATCH = 32
-"""Matches beyond this length are told apart no more."""
+"""Match lengths are capped at this value."""
 
 
 def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Longest earlier occurrence of the last tokens, the latest one on ties.
+    """Finds the longest earlier occurrence of the last tokens, the latest on ties.
 
     Returns:
-      Its length (0: none) and the position just behind it.
+      Its length (0: none) and the position after it.
     """
     tokens, length = committed.tokens, committed.length
     columns = jnp.arange(tokens.shape[1])
@@ -90,12 +90,12 @@ class Lookup(Drafter):
 
     def find(self, committed: Committed) -> tuple[Draft, Int[Array, " B"]]:
         """The draft, and how many tokens matched (0: none did)."""
-        match, behind = self.search(committed)
+        match, after = self.search(committed)
         length = jnp.minimum(self.draft_length(match), committed.room)
         length = jnp.where(committed.running, length, 0)
         # A continuation that reaches the end of the text goes on with itself.
-        period = jnp.maximum(committed.length - behind, 1)
-        offsets = behind[:, None] + jnp.arange(self.max_draft) % period[:, None]
+        period = jnp.maximum(committed.length - after, 1)
+        offsets = after[:, None] + jnp.arange(self.max_draft) % period[:, None]
         tokens = jnp.take_along_axis(committed.tokens, offsets, axis=1)
         # Where the first tokens are accepted, the match was as much longer.
         matched = jnp.minimum(match[:, None] + jnp.arange(self.max_draft), LONGEST_MATCH)

@@ -1,8 +1,11 @@
-"""Draft reuse (paper, Appendix E): where a draft ends like the rejected part of the last one, it goes on like that.
+"""Draft reuse (paper, Appendix E): a draft that ends like a part of the last round's rejected tokens continues like it.
 
-A rejection often corrects one token of a long draft, and what was drafted behind it stays useful. Of the rejected
-tokens `xefghij` the draft `abcdefg` takes over `hij`, at no pass of a model. `Reuse` is ours, `ReleasedReuse` the
-authors'.
+A rejection often corrects one token of a long draft, and the tokens drafted after it stay useful.
+
+    last draft      a b c x e f g h i j    accepted 3 (a b c), rejected x e f g h i j
+    new draft       d e f g                the target corrected x to d
+    agreement       e f g                  3 tokens, they end the new draft
+    verified        d e f g h i j          h i j are taken over, without a pass of the model
 """
 
 from __future__ import annotations
@@ -17,10 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.drafters.aligned import Aligned
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 32
-"""Tokens with which a draft and the rejected ones must agree, and beyond which agreements are told apart no more."""
+"""Tokens that must agree; longer agreements than the longest count as that long."""
 
 
 @flax.struct.dataclass
@@ -28,24 +30,24 @@ class ReuseState:
     """State of the drafter."""
 
     model: Any
-    """The wrapped drafter's own."""
+    """State of the wrapped drafter."""
     last: Draft
     """The last round's draft."""
     rejected: Int[Array, " B"]
-    """Where in it the rejected tokens begin; they reach to its end."""
+    """Index in it of the first rejected token; all later ones are rejected, too."""
 
 
 def longest_agreement(
     draft: Draft, last: Draft, rejected: Int[Array, " B"], *, most: int = LONGEST_MATCH, at_end: bool = False
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Longest run of the rejected tokens of `last` that ends `draft`, with a token behind it; the first one on ties.
+    """Finds the longest run of rejected tokens of `last` that ends `draft` and that a token follows; on ties the first.
 
     Args:
-      most: agreements beyond it are told apart no more.
-      at_end: a run with nothing behind it counts, too.
+      most: longer agreements count as that long.
+      at_end: a run that nothing follows counts, too.
 
     Returns:
-      Its length (0: none), and the index in `last` just behind it.
+      Its length (0: none), and the index in `last` of the token after it.
     """
     back = jnp.arange(1, most + 1)
     ends = jnp.arange(last.tokens.shape[1] + at_end)
@@ -61,7 +63,7 @@ def longest_agreement(
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Reuse(Drafter):
-    """The drafts of `model`, lengthened to at most `max_spec_len` by what was rejected in the round before.
+    """Drafts of `model`, lengthened to at most `max_spec_len` by tokens that were rejected in the round before.
 
     Reused tokens keep the confidence that they were drafted with. A round in which `model` drafts nothing stays a
     plain step of the target.
@@ -69,6 +71,10 @@ class Reuse(Drafter):
 
     model: Drafter
     max_spec_len: int = flax.struct.field(pytree_node=False)
+    released: bool = flax.struct.field(pytree_node=False, default=False)
+    """As in the released code, around `Aligned`: only a draft that ended because of a low confidence is lengthened, the
+    token that the target corrected does not count as rejected, and the longest agreement decides even if no token
+    follows it. There is no cap; `max_spec_len` is the buffer: a draft and a whole rejected one."""
 
     @property
     def shape(self) -> DraftShape:
@@ -93,28 +99,32 @@ class Reuse(Drafter):
     def held(self, state, committed):
         return self.model.held(state.model, committed)
 
-    def found(self, draft: Draft, state: ReuseState, model_state: Any) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
-        """Whether a draft goes on like the last one, and from where in that."""
-        del model_state
-        agreement, behind = longest_agreement(draft, state.last, state.rejected)
-        return (agreement >= SHORTEST_MATCH) & (draft.length > 0), behind
+    def _agreed(self, draft: Draft, state: ReuseState, model_state: Any) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
+        """Returns whether a draft continues like the last one, and the index there from which it does."""
+        if self.released:
+            agreement, after = longest_agreement(
+                draft, state.last, state.rejected + 1, most=self.model.max_draft, at_end=True
+            )
+            return (agreement >= SHORTEST_MATCH) & model_state.doubted, after
+        agreement, after = longest_agreement(draft, state.last, state.rejected)
+        return (agreement >= SHORTEST_MATCH) & (draft.length > 0), after
 
     def draft(self, state, committed):
         draft, model_state = self.model.draft(state.model, committed)
-        found, behind = self.found(draft, state, model_state)
-        length = jnp.minimum(draft.length + state.last.length - behind, jnp.minimum(self.max_draft, committed.room))
+        continues, after = self._agreed(draft, state, model_state)
+        length = jnp.minimum(draft.length + state.last.length - after, jnp.minimum(self.max_draft, committed.room))
         columns = jnp.arange(self.max_draft)
-        source = jnp.clip(behind[:, None] + columns - draft.length[:, None], 0, self.max_draft - 1)
-        own = columns < draft.length[:, None]
+        source = jnp.clip(after[:, None] + columns - draft.length[:, None], 0, self.max_draft - 1)
+        drafted = columns < draft.length[:, None]
 
         def joined(mine: Float[Array, "B M"] | Int[Array, "B M"], theirs: Array) -> Array:
             mine = jnp.pad(mine, ((0, 0), (0, self.max_draft - mine.shape[1])))
-            return jnp.where(own, mine, jnp.take_along_axis(theirs, source, axis=1))
+            return jnp.where(drafted, mine, jnp.take_along_axis(theirs, source, axis=1))
 
         draft = draft.replace(
             tokens=joined(draft.tokens, state.last.tokens),
             confidence=joined(draft.confidence, state.last.confidence),
-            length=jnp.where(found, length, draft.length),
+            length=jnp.where(continues, length, draft.length),
         )
         return draft, state.replace(model=model_state, last=draft)
 
@@ -124,27 +134,3 @@ class Reuse(Drafter):
             model=self.model.commit(state.model, outcome),
             rejected=jnp.minimum(accepted, state.last.length),
         )
-
-
-@functools.partial(flax.struct.dataclass, kw_only=True)
-class ReleasedReuse(Reuse):
-    """Reuse as in the released code, behind `Aligned`.
-
-    Only a draft that ended because of a low confidence is lengthened. The token that the target corrected does not
-    count as rejected, and the longest agreement decides even if nothing stands behind it. There is no cap; here the
-    buffer is one: a draft and a whole rejected one.
-    """
-
-    @classmethod
-    def of(cls, model: Aligned) -> ReleasedReuse:
-        """Reuse around a drafter of the released schedule, up to twice as long as its drafts."""
-        return cls(model=model, max_spec_len=2 * model.max_draft)
-
-    def held(self, state, committed):
-        return self.model.held(state.model, committed)
-
-    def found(self, draft, state, model_state):
-        agreement, behind = longest_agreement(
-            draft, state.last, state.rejected + 1, most=self.model.max_draft, at_end=True
-        )
-        return (agreement >= SHORTEST_MATCH) & model_state.doubted, behind

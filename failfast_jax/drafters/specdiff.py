@@ -2,7 +2,7 @@
 
 Christopher et al., "Speculative Diffusion Decoding". With one step it is `Wide` at a fixed length, and its drafts may
 be sampled; here are two and more. Their drafts are argmaxes: what a step puts at a position depends on what earlier
-ones put behind it, so that a sampled draft would have no left-to-right distributions to accept by.
+ones put after it, so that a sampled draft would have no left-to-right distributions to accept by.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class SpecDiffOptions(MethodOptions):
     def build(self, site: Site) -> Drafter:
         reads_features = site.model.kind == FEATURE_BLOCK
         length = self.spec_len or (site.model.rows if reads_features else SPEC_LEN)
-        said = f"must be at most --spec-len {length}, a step fills a position or more"
-        require(self.steps <= length, f"--steps {self.steps}", said)
+        reason = f"must be at most --spec-len {length}, a step fills a position or more"
+        require(self.steps <= length, f"--steps {self.steps}", reason)
         if self.steps == 1:
             return one_pass_drafter(site, length, length)
         if site.sampled:

@@ -27,7 +27,7 @@ from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site,
 SEPARATOR = -1
 """Stands between the texts of a corpus and in its unused part; no token equals it."""
 MOST_PLACES = 64
-"""Of more places with the longest match, the latest that many vote."""
+"""Most places that vote: the latest ones with the longest match."""
 
 
 class Corpus:
@@ -37,7 +37,7 @@ class Corpus:
       capacity: tokens that it holds, and one more for each text.
     """
 
-    @no_type_check  # A wrong type is told apart here.
+    @no_type_check  # A wrong type is refused here, by name.
     def __init__(self, capacity: int) -> None:
         if not isinstance(capacity, (int, np.integer)) or not 1 <= capacity < 2**24:
             raise ValueError(f"a corpus needs a capacity of 1 to {2**24 - 1} tokens, got {capacity!r}")
@@ -66,7 +66,7 @@ class SuffixState:
     """State of the drafter. The text that it searches is the corpus, a separator, and the sequence itself."""
 
     matched: Int[Array, "B places"]
-    """How many tokens before each place of the text equal the last of the `seen` ones, at most `LONGEST_MATCH`."""
+    """Tokens before each place of the text that equal the last of the `seen` tokens, at most `LONGEST_MATCH`."""
     seen: Int[Array, " B"]
     """Committed tokens that `matched` accounts for."""
 

@@ -30,7 +30,7 @@ class Wide(Grow, BlockDrafter):
     def look(self, state, committed, growth):
         front = committed.length + growth.drafted
         text = self.masked_text(committed, growth.tokens, growth.drafted)
-        logits, behind, model = self.block_pass(growth.model, text, front, growth.growing)
+        logits, lags, model = self.block_pass(growth.model, text, front, growth.growing)
         positions = front[:, None] + jnp.arange(self.spec_len)
         tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self.extra)
-        return Chunk(tokens, confidence, jnp.where(behind, 0, self.spec_len), extras), model
+        return Chunk(tokens, confidence, jnp.where(lags, 0, self.spec_len), extras), model

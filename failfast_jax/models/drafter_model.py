@@ -1,9 +1,9 @@
-"""What a network that drafts has in common with every other: the interface between models and drafters.
+"""The interface between models that draft and drafters.
 
-`transformer.Decoder` satisfies it (a whole model with its own embedding and head), and so do those that read the
-target's hidden states: `dspark.DSparkModel` (a few layers that fill a block) and `eagle.BoundEagle` (one layer that
-goes on from its own hidden states).
-What a pass of a model takes and gives differs too much to be shared: a drafter in `drafters/` serves one `kind`.
+`transformer.Decoder`, a whole model with its own embedding and head, satisfies it. So do the models that read the
+target's hidden states: `block_network.DSparkModel` (a few layers that fill a block) and `eagle_network.BoundEagle` (one
+layer that continues from its own hidden states). The passes of models differ too much to be shared: each drafter in
+`drafters/` serves the models of some kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AUTOREGRESSIVE, BLOCK_DIFFUSION = "autoregressive", "block-diffusion"
 FEATURE_BLOCK, EAGLE = "feature-block", "eagle"
 Kind = Literal["autoregressive", "block-diffusion", "feature-block", "eagle"]
 """`autoregressive`: predicts one token a pass. `block-diffusion`: fills masked positions, many a pass, from its own
-cache of the text. `feature-block`: likewise, up to `rows` of them, from the target's hidden states. `eagle`: one token
+cache of the text. `feature-block`: fills up to `rows` of them, from the target's hidden states. `eagle`: one token
 a pass, from the target's hidden states and then from its own."""
 
 
@@ -33,7 +33,7 @@ class DrafterModel(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What it drafts from, and how."""
+        """Kind of the model: its inputs, and tokens per pass."""
 
     @property
     def method(self) -> str:
@@ -53,7 +53,7 @@ class DrafterModel(Protocol):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of its own parameters and its cache."""
+        """Type of its own parameters and its cache."""
 
     @property
     def execution(self) -> Execution:
@@ -63,7 +63,7 @@ class DrafterModel(Protocol):
         """An empty cache for `batch` sequences of at most `capacity` positions."""
 
     def shares_tokens(self, target: ModelConfig) -> bool:
-        """Whether its tokens are its target's by construction, so that no tokenizers need be compared."""
+        """Returns true if its tokens are its target's by construction, so that no tokenizers need be compared."""
 
     def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> DrafterModel:
         """The model as an engine runs it: its execution set, its parameters spread over the mesh (if any).

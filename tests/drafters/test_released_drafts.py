@@ -15,7 +15,7 @@ from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.drafters.aligned import MOST_BLOCKS, Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
-from failfast_jax.drafters.reuse import ReleasedReuse
+from failfast_jax.drafters.reuse import Reuse
 
 STOP, MASK, BLOCK, SMALL = 18, VOCAB - 1, 8, 4
 LENGTHS = {"spec_len": 4, "max_spec_len": 12}
@@ -132,7 +132,7 @@ def test_options():
 
     assert isinstance(build(), Aligned)
     reusing = build(reuse=True)
-    assert isinstance(reusing, ReleasedReuse) and reusing.max_draft == 2 * reusing.model.max_draft
+    assert isinstance(reusing, Reuse) and reusing.released and reusing.max_draft == 2 * reusing.model.max_draft
     rule = standalone_engine().build_drafter(GenerationConfig("failfast", rule="congestion")).rule
     assert (rule.first, rule.least, rule.most) == (10, 8, 30) and rule.increase == np.float32(1.8)
 

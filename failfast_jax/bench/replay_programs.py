@@ -139,7 +139,7 @@ def drafter_pass(
     """One pass over a window; what it proposes changes the next pass's tokens, so that none can be left out."""
     hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + tokens.shape[1])
     first = slice(0, drafter.spec_len)
-    proposed, confidence = argmax_and_confidence(drafter.logits(hidden[:, first]), drafter.model.execution)
+    proposed, confidence = argmax_and_confidence(drafter.logits(hidden[:, first]))
     return cache, tokens.at[:, first].set(jnp.where(confidence >= 0, proposed, tokens[:, first]))
 
 

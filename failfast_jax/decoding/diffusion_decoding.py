@@ -231,7 +231,7 @@ def _propose(
     """
 
     def greedy(logits):
-        tokens, confidence = picking.argmax_and_confidence(logits, model.execution)
+        tokens, confidence = picking.argmax_and_confidence(logits)
         return tokens, confidence, jnp.isfinite(confidence)
 
     def sampled(sampling, logits, positions, number, opens):

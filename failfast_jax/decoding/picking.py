@@ -8,7 +8,6 @@ was drafted.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.decoding.decode_state import Logprobs, Sampling
-from failfast_jax.models.layers import largest, largest_and_share
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, constrain_rows
 from failfast_jax.util import numerics
 
@@ -26,26 +24,21 @@ DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
 
 
-def argmax(logits: Float[Array, "*R V"], execution: Execution | None = None) -> Int[Array, "*R"]:
-    """Index of the largest logit, the lowest one on ties; the last one where a logit is NaN.
-
-    Args:
-      execution: of the model that the logits are of; None: unknown. On one device there is a faster way.
-    """
-    return jnp.minimum(target_argmax(logits, execution), logits.shape[-1] - 1)
+def argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+    """Index of the largest logit, the lowest one on ties; the last one where a logit is NaN."""
+    return jnp.minimum(target_argmax(logits), logits.shape[-1] - 1)
 
 
-def target_argmax(logits: Float[Array, "*R V"], execution: Execution | None = None) -> Int[Array, "*R"]:
+def target_argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
     """As `argmax`; V, which is no token, where a logit is NaN: the round ends the sequence there."""
-    return largest(logits, execution)
+    # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
+    best, ids = logits.max(-1, keepdims=True), jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return jnp.where(logits == best, ids, logits.shape[-1]).min(-1)
 
 
-def argmax_and_confidence(
-    logits: Float[Array, "*R V"], execution: Execution | None = None
-) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
-    """Best token and its softmax probability, without materialising the probabilities."""
-    tokens, confidence = largest_and_share(logits, execution)
-    return jnp.minimum(tokens, logits.shape[-1] - 1), confidence
+def argmax_and_confidence(logits: Float[Array, "*R V"]) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
+    """Best token and its softmax probability, which is not stored for any other; NaN where it is not finite."""
+    return argmax(logits), 1.0 / jnp.sum(jnp.exp(logits - logits.max(-1, keepdims=True)), -1)
 
 
 def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> Float[Array, "*R V"]:
@@ -208,8 +201,7 @@ def pick(
     def sampled(sampling, logits, positions):
         return target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
 
-    greedy = functools.partial(target_argmax, execution=execution)
-    return where_sampled(sampled, greedy, sampling, execution, logits, positions)
+    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions)
 
 
 def sample_draft(
@@ -230,7 +222,7 @@ def sample_draft(
         return argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 
     def greedy(logits):
-        return argmax(logits, execution), jnp.zeros_like(logits)
+        return argmax(logits), jnp.zeros_like(logits)
 
     return where_sampled(sampled, greedy, sampling, execution, logits, positions)
 
@@ -273,8 +265,7 @@ def pick_or_reject(
         own = target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
         return jnp.where(keep, draft, own)
 
-    greedy = functools.partial(target_argmax, execution=execution)
-    return where_sampled(sampled, greedy, sampling, execution, logits, positions, draft, q, drafted)
+    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions, draft, q, drafted)
 
 
 def logprobs_of(
@@ -287,7 +278,7 @@ def logprobs_of(
 
     def local(logits: Array, picks: Array) -> Logprobs:
         # Not `logsumexp`: on CPU XLA rounds its sum by the number of rows, and the kernel sums each row by itself.
-        first, share = argmax_and_confidence(logits, execution)
+        first, share = argmax_and_confidence(logits)
 
         def logit_of(tokens: Array) -> Array:
             return jnp.take_along_axis(logits, tokens[..., None], axis=-1)

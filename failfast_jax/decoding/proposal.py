@@ -32,25 +32,25 @@ def propose(
     not depend on the draw. It is None where it is not asked for (`confidence`); then no softmax is computed.
     """
     if confidence:
-        tokens, share = argmax_and_confidence(logits, execution)
+        tokens, share = argmax_and_confidence(logits)
     else:
-        tokens, share = argmax(logits, execution), None
+        tokens, share = argmax(logits), None
     extras: Extras = {}
     if sampled:
         tokens, extras["q"] = sample_draft(logits, positions, sampling, execution)
     if alternatives:
-        extras["alternatives"] = runners_up(logits, alternatives, execution)
+        extras["alternatives"] = runners_up(logits, alternatives)
     return tokens, share, extras
 
 
-def runners_up(logits: Float[Array, "B N U"], count: int, execution: Execution) -> Alternatives:
+def runners_up(logits: Float[Array, "B N U"], count: int) -> Alternatives:
     """Returns the `count` tokens after the best one, by a few reductions: sorting the vocabulary would cost more."""
     ids = jnp.arange(logits.shape[-1])
     total = jax.nn.logsumexp(logits, axis=-1)
-    tokens, values = [argmax(logits, execution)], []
+    tokens, values = [argmax(logits)], []
     for _ in range(count):
         logits = jnp.where(ids == tokens[-1][..., None], -jnp.inf, logits)
-        tokens.append(argmax(logits, execution))
+        tokens.append(argmax(logits))
         values.append(jnp.exp(logits.max(-1) - total))
     return Alternatives(tokens=jnp.stack(tokens[1:], -1), probability=jnp.stack(values, -1))
 

@@ -152,7 +152,7 @@ class Aligned(BlockDrafter):
         )
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
-        scores = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)), self.model.execution)
+        scores = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)))
         return carry.replace(state=carry.state.replace(cache=cache)), _Guess(block, *scores)
 
     def _unmask(self, carry: _Filling, guess: _Guess, committed: Committed) -> tuple[_Filling, Bool[Array, "B d"]]:

@@ -159,10 +159,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
           The tokens, what the head knows of those in front of each, their softmax where no head says how sure they are,
           and extras.
         """
-        markov, last = self.model.network.markov, behind[1]
-        if self._chooses_at_once:
-            tokens = markov.choose(logits, last, self.model.markov_reach, self.model.draft_ids)
-            return tokens, markov.embedded(jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1)), None, {}
+        markov = self.model.network.markov
 
         def row(carry: tuple[Array, Array], rows: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
             (state, token), (hidden, logits, positions) = carry, rows
@@ -177,12 +174,6 @@ class DSparkDrafter(Grow, FeatureDrafter):
             _, (*chosen, before) = jax.lax.scan(row, behind, by_row)
         tokens, confidence, extras = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), tuple(chosen))
         return tokens, jnp.moveaxis(before, 0, 1), confidence, extras
-
-    @property
-    def _chooses_at_once(self) -> bool:
-        """True if the Markov head may choose a block in one call: nothing else needs a row's corrected logits."""
-        needed = self.sampled or self.alternatives or self.model.network.confidence is None
-        return self.model.markov_reach is not None and self.model.network.markov.chooses_blocks and not needed
 
     def _propose(
         self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed

@@ -205,5 +205,5 @@ class FeatureDenoiser(FeatureDrafter):
         live = jnp.max(jnp.where(carry.masked.any(1), start + rows, 0))
         hidden, cache = network.block(inputs, carry.cache, start, jnp.full_like(start, config.block_size), live)
         drafting = hidden[:, config.own_row : config.own_row + self.spec_len]
-        ids, confidence = argmax_and_confidence(self.model.logits(drafting), self.model.execution)
+        ids, confidence = argmax_and_confidence(self.model.logits(drafting))
         return ids if self.model.draft_ids is None else self.model.draft_ids[ids], confidence, cache

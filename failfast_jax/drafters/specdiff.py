@@ -64,7 +64,7 @@ class SpecDiff(BlockDrafter):
             # The row that predicts the first token may end a block, which the next step has to see again.
             again = jnp.minimum(model.cached, self.whole_blocks(length))
             model = model.replace(cached=jnp.where(step + 1 < self.steps, again, model.cached))
-            tokens, confidence = argmax_and_confidence(logits, self.model.execution)
+            tokens, confidence = argmax_and_confidence(logits)
             goal = -(-(step + 1) * self.spec_len // self.steps)
             chosen = to_fill(confidence, carry.masked, least=goal - jnp.sum(~carry.masked[0]))
             return _Denoising(

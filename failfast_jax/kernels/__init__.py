@@ -16,7 +16,6 @@ values themselves; `tpu_write.write_window` does nothing else.
 Each module of kernels has `supports(...)`, which says why it cannot serve a shape; `MAX_WIDTH` is the widest window
 that `cpu`, `gpu` and `tpu.window_attention` serve. `models.attention.supports` asks them before a model is read.
 
-`cpu_product` multiplies the few rows of a decode pass by a matrix, `cpu_rows` norms rows and finds their largest
-numbers, `cpu_markov` chooses the tokens of a block under a Markov head; `emit` and `threads` are what the CPU's kernels
-are written with.
+`cpu_product` multiplies the few rows of a decode pass by a matrix, and `cpu_norm` norms rows; `llvm_emitter` and
+`thread_pool` are what the CPU's kernels are written with.
 """

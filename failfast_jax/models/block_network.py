@@ -33,7 +33,7 @@ from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, product, unit_rms, xla_product
-from failfast_jax.models.markov_head import MarkovHead, Reach
+from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
 from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution, put
@@ -302,9 +302,6 @@ class DSparkModel:
     """Token id of each row of the head; None: the whole vocabulary."""
     shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed", "head"))
     """Which of the two are the target's."""
-    markov_reach: Reach | None = None
-    """Of its Markov head, once it is where it will run (`spread`), if that can choose a block's tokens at once. It says
-    something of the head's values: who replaces the network sets it to None."""
     kind: ClassVar[Kind] = FEATURE_BLOCK
     context: ClassVar[None] = None
 
@@ -356,9 +353,7 @@ class DSparkModel:
         network = copy.copy(self.network)
         network.execution = Execution(kernel=kernel, mesh=mesh)
         if mesh is None:
-            ours = network.markov is not None and network.execution.platform == "cpu"
-            reach = network.markov.reach() if ours else None
-            return self.replace(network=network, markov_reach=reach)
+            return self.replace(network=network)
 
         def by_rows(weight: Array) -> Array:
             even = weight.shape[0] % mesh.shape[TENSOR] == 0
@@ -367,7 +362,7 @@ class DSparkModel:
         everywhere = NamedSharding(mesh, P())
         whole = jax.tree.map(lambda x: put(x, everywhere), (network, self.draft_ids))
         rows = {"embed": by_rows(self.embed), "head": by_rows(self.head)}
-        return self.replace(network=whole[0], draft_ids=whole[1], markov_reach=None, **rows)
+        return self.replace(network=whole[0], draft_ids=whole[1], **rows)
 
     def quantized(self, scheme: str = "int8") -> DSparkModel:
         """With the matrices of its network quantised, not those that it may share with its target.
@@ -376,7 +371,7 @@ class DSparkModel:
           OptionError: see `quantization.check`.
         """
         quantization.check(scheme)
-        return self.replace(network=quantization.with_rounded_matrices(self.network), markov_reach=None)
+        return self.replace(network=quantization.with_rounded_matrices(self.network))
 
     def without_heads(self) -> DSparkModel:
         """Its backbone alone, without Markov and confidence heads."""
@@ -386,7 +381,7 @@ class DSparkModel:
         network = copy.copy(self.network)
         network.config = dataclasses.replace(network.config, **none)
         network.markov = network.confidence = None
-        return self.replace(network=network, markov_reach=None)
+        return self.replace(network=network)
 
     def shape_key(self) -> dict[str, Any]:
         config = dataclasses.asdict(self.config)

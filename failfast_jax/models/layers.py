@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.model_config import ModelConfig
@@ -62,13 +62,13 @@ def _ours(width: int, outputs: int, dtype: DTypeLike) -> bool:
     return cpu_product.supports(width=width, outputs=outputs, dtype=dtype) is None
 
 
-def _by_rows(width: int, dtype: DTypeLike, size: int | None = None) -> bool:
-    """Whether `kernels.cpu_rows` serves rows, if they are for this machine."""
+def _by_rows(width: int, dtype: DTypeLike) -> bool:
+    """True if `kernels.cpu_norm` serves rows that are for this machine."""
     if jax.default_backend() != "cpu":
         return False
-    from failfast_jax.kernels import cpu_rows
+    from failfast_jax.kernels import cpu_norm
 
-    return cpu_rows.supports(width=width, dtype=dtype, size=size) is None
+    return cpu_norm.supports(width=width, dtype=dtype) is None
 
 
 def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:
@@ -168,53 +168,11 @@ def _normed(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) -> 
         return plain(x, weight)
 
     def ours(x: Array, weight: Array) -> Array:
-        from failfast_jax.kernels import cpu_rows  # brings LLVM: only where it runs
+        from failfast_jax.kernels import cpu_norm  # brings LLVM: only where it runs
 
-        return cpu_rows.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
+        return cpu_norm.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
 
     return jax.lax.platform_dependent(x, weight, cpu=ours, default=plain)
-
-
-def largest(x: Float[Array, "*R V"], execution: Execution | None) -> Int[Array, "*R"]:
-    """Where the largest number of each row is, the first of several; V where one is NaN.
-
-    Args:
-      x: float32.
-      execution: of the model that it comes from; None: perhaps it is spread over devices.
-    """
-
-    def plain(x: Array) -> Array:
-        # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
-        places = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape[-1])
-        return places.min(-1)
-
-    return _found("largest", plain, x, execution)
-
-
-def largest_and_share(
-    x: Float[Array, "*R V"], execution: Execution | None
-) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
-    """`largest`, and the probability that softmax gives that number: NaN where it is not finite."""
-
-    def plain(x: Array) -> tuple[Array, Array]:
-        return largest(x, None), 1.0 / jnp.sum(jnp.exp(x - x.max(-1, keepdims=True)), -1)
-
-    return _found("largest_and_share", plain, x, execution)
-
-
-def _found(name: str, plain: Callable, x: Array, execution: Execution | None) -> Any:
-    """By the function of that name of `kernels.cpu_rows`, where it can be used."""
-    one_device = execution is not None and execution.mesh is None and execution.platform == "cpu"
-    if not one_device or not _by_rows(1, x.dtype, x.shape[-1]):
-        return plain(x)
-
-    def ours(x: Array) -> Any:
-        from failfast_jax.kernels import cpu_rows
-
-        found = getattr(cpu_rows, name)(x.reshape(-1, x.shape[-1]))
-        return jax.tree.map(lambda y: y.reshape(x.shape[:-1]), found)
-
-    return jax.lax.platform_dependent(x, cpu=ours, default=plain)
 
 
 Attend = Callable[[Array], tuple[Array, Any]]

@@ -16,7 +16,6 @@ from tiny_models import VOCAB, random_dspark, random_extended, random_model, tin
 
 from failfast_jax import FailFast
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.kernels import llvm_emitter
 from failfast_jax.models.block_network import DSpark, bind
 from failfast_jax.train.block_start import copy_parameters
 from failfast_jax.train.feature_cache import target_features
@@ -167,23 +166,6 @@ def test_no_token_changes(kind, how, seed, tokens, heat):
     drafted = engine(kind).generate(prompts(seed), **common, **OPTIONS.get(how, own(kind)))
     plain = engine(kind).generate(prompts(seed), method="vanilla", **common)
     assert [result.output_ids for result in drafted] == [result.output_ids for result in plain]
-
-
-def test_a_block_is_chosen_at_once_where_that_is_possible():
-    """The rounds are those of a pass over the rows; with a rank that fills no vector there is no other way."""
-    served = llvm_emitter.vector_unit() is not None
-    options = {"method": "dspark", "max_new_tokens": 40, "ignore_eos": True}
-    for kind in ("narrow", "extended"):
-        model = engine(kind).drafter
-        assert (model.markov_reach is not None) == served and model.quantized().markov_reach is None
-        row_by_row = FailFast(target(), model)
-        row_by_row.drafter = model.replace(markov_reach=None)
-        made = [one.generate(prompts(4), **options) for one in (engine(kind), row_by_row)]
-        for one, other in zip(*made):
-            assert [r.drafted for r in one.rounds] == [r.drafted for r in other.rounds]
-            confidences = ([value for r in result.rounds for value in r.confidence] for result in (one, other))
-            np.testing.assert_allclose(*confidences, atol=1e-5)
-    assert engine("vanilla").drafter.markov_reach is None
 
 
 def test_near_the_end_of_the_context():

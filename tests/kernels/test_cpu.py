@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import cpu_attention, cpu_product, cpu_rows, llvm_emitter
-from failfast_jax.models.layers import RMSNorm, largest, largest_and_share, product, unit_rms, xla_product
-from failfast_jax.models.sharding import ONE_DEVICE
+from failfast_jax.kernels import cpu_attention, cpu_norm, cpu_product, llvm_emitter
+from failfast_jax.models.layers import RMSNorm, product, unit_rms, xla_product
 
 
 def weights(seed: int, outputs: int, inputs: int, dtype: str) -> jax.Array:
@@ -158,26 +157,10 @@ def test_shapes_that_are_not_served():
 def test_norms_of_any_size(unit, size):
     x, weight = numbers(1, 70, size), numbers(2, size)
     exact = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
-    np.testing.assert_allclose(cpu_rows.rms_norm(x, weight, 1e-5), exact, rtol=2e-6)
+    np.testing.assert_allclose(cpu_norm.rms_norm(x, weight, 1e-5), exact, rtol=2e-6)
     np.testing.assert_array_equal(
-        cpu_rows.rms_norm(x[66:], weight, 1e-5), np.asarray(cpu_rows.rms_norm(x, weight, 1e-5))[66:]
+        cpu_norm.rms_norm(x[66:], weight, 1e-5), np.asarray(cpu_norm.rms_norm(x, weight, 1e-5))[66:]
     )
-
-
-@pytest.mark.parametrize("size", [16, 17, 95, 1000])
-def test_the_first_of_the_largest(unit, size):
-    x = np.round(numbers(size, 9, size))  # with ties
-    x[1], x[2, 3], x[3, size - 1], x[4, 5] = -np.inf, np.inf, 99, -np.nan
-    index, share = cpu_rows.largest_and_share(x)
-    expected = x.argmax(-1)
-    expected[4] = size
-    np.testing.assert_array_equal(index, expected)
-    np.testing.assert_array_equal(cpu_rows.largest(x), expected)
-    x[5, :3] = -np.inf  # forbidden tokens have no share
-    with np.errstate(invalid="ignore"):
-        exact = 1 / np.exp(x.astype(np.float64) - x.max(-1, keepdims=True)).sum(-1)
-    np.testing.assert_allclose(cpu_rows.largest_and_share(x)[1], exact, rtol=2e-6)
-    np.testing.assert_array_equal(np.isnan(share), [False, True, True, False, True, *[False] * 4])
 
 
 def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
@@ -185,7 +168,6 @@ def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
     for plain, ours in (
         (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), norm),
         (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), lambda x: unit_rms(x, 1e-5)),
-        (lambda x: jax.nn.softmax(x).max(-1), lambda x: largest_and_share(x, ONE_DEVICE)[1]),
     ):
         text = jax.jit(ours).lower(x).as_text()
         assert "failfast_" in text, "the kernel is not called"
@@ -194,19 +176,9 @@ def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_of_several_devices_or_few_numbers_are_xlas():
-    cases = ((96, jnp.float32, None), (15, jnp.float32, ONE_DEVICE), (96, jnp.bfloat16, ONE_DEVICE))
-    for size, dtype, execution in cases:
-        rows = jnp.ones((2, size), dtype)
-        assert "failfast_" not in jax.jit(lambda x, e=execution: largest(x, e)).lower(rows).as_text()
-        assert largest(rows, execution).tolist() == [0, 0]
-
-
 def test_rows_that_are_no_float32_are_refused():
     with pytest.raises(ValueError, match="bfloat16: float32"):
-        cpu_rows.largest(jnp.ones((2, 96), jnp.bfloat16))
+        cpu_norm.rms_norm(jnp.ones((2, 96), jnp.bfloat16), jnp.ones(96), 1e-5)
     with pytest.raises(ValueError, match="a float32 weight"):
-        cpu_rows.rms_norm(jnp.ones((2, 96)), jnp.ones(96, jnp.bfloat16), 1e-5)
-    with pytest.raises(ValueError, match="3 numbers: 16 or more"):
-        cpu_rows.largest(jnp.ones((2, 3)))
-    assert cpu_rows.supports(width=129, dtype="float32") == "1 to 128 rows, not 129"
+        cpu_norm.rms_norm(jnp.ones((2, 96)), jnp.ones(96, jnp.bfloat16), 1e-5)
+    assert cpu_norm.supports(width=129, dtype="float32") == "1 to 128 rows, not 129"

@@ -98,9 +98,10 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05}.npz"
 
 
-def work(args: argparse.Namespace, load: Callable[..., FailFast] = load_pair) -> None:
-    """Writes the shards that are missing, with the engine that `load` returns. Of several processes the first one reads
-    and writes the folder."""
+def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) -> None:
+    """Writes the shards that are missing, with the engine that `load` (default: `load_pair`) returns.
+
+    Of several processes the first one reads and writes the folder."""
     options, deadline = SelfgenOptions.given(args), deadline_after(args.minutes)
     texts = _texts(args)
     count = options.documents or len(texts.questions) or DOCUMENTS
@@ -115,7 +116,7 @@ def work(args: argparse.Namespace, load: Callable[..., FailFast] = load_pair) ->
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
     mesh = {"tensor_parallel": options.tensor_parallel, "data_parallel": options.data_parallel}
-    engine = load(args.target, method=options.method, dtype=args.dtype, **mesh)
+    engine = (load or load_pair)(args.target, method=options.method, dtype=args.dtype, **mesh)
     writer = Writer(engine, options, texts)
     settings |= {
         "vocab_size": engine.target.config.vocab_size,

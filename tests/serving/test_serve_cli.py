@@ -67,7 +67,7 @@ def test_sigterm_ends_the_server():
 @pytest.mark.parametrize("name, status, last", [("SIGINT", 130, "by Ctrl-C"), ("SIGTERM", 143, "by SIGTERM")])
 def test_signals_before_it_serves(name, status, last):
     slow = "(print('reading', file=__import__('sys').stderr), __import__('time').sleep(60))"
-    with start("-c", SERVER.replace("lambda args, method: chat_engine()", f"lambda args, method: {slow}")) as server:
+    with start("-c", SERVER.replace("chat_engine()\noptions", f"{slow}\noptions")) as server:
         assert server.stderr.readline() == "reading\n"
         server.send_signal(signal.Signals[name])
         assert server.stderr.read().splitlines()[-1].endswith(last)

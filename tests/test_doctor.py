@@ -107,7 +107,7 @@ def test_published_drafters_fit(target, drafter, method):
     assert finding.state == doctor.OK and f"made for --method {method}" in finding.text, finding
 
 
-@pytest.mark.long
+@pytest.mark.long(rare=True)
 def test_the_default_pair_fits():
     results = about(None, embedded_drafter())
     assert all(finding.state == doctor.OK for finding in results.values()), results

@@ -41,6 +41,7 @@ def test_a_stopping_rule_in_ones_own_jit(monkeypatch, capsys):
     assert all(10 <= length < 60 for length in lengths)
 
 
+@pytest.mark.long(rare=True)
 def test_the_figures_of_the_pages(monkeypatch, tmp_path):
     """`docs/figures.py` still draws them; who changes what they show draws them anew."""
     docs = GOLDEN.parents[2] / "docs"
@@ -78,6 +79,7 @@ def test_train_a_drafter(example, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("plain decoding says the same: True\n")
 
 
+@pytest.mark.long(rare=True)
 def test_the_notebook(tmp_path, monkeypatch):
     """Every cell, by its own parameter for small sizes. What it installs is looked up and not installed once more."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

@@ -90,6 +90,6 @@ def test_several_settings_at_once(name):
     check(TOGETHER[name], thorough=name != "types and draws")
 
 
-@pytest.mark.parametrize("setting", tiers(ALONE, quick=[], long=["JAX_ENABLE_X64=1", "JAX_DEFAULT_PRNG_IMPL=rbg"]))
+@pytest.mark.parametrize("setting", tiers(ALONE, quick=[]))
 def test_each_setting_alone(setting):
     check(setting, thorough=True)

@@ -22,7 +22,6 @@ LOOKUP = {"method": "lookup", "max_spec_len": 7}
 MODEL = {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
 CASES = {
     "one device": (1, 1, 8, LOOKUP),
-    "2 groups": (1, 2, 4, LOOKUP),
     "4 share layers, batch 1": (4, 1, 1, MODEL),
     "2 groups of 4, batch 8": (4, 2, 8, LOOKUP),
     "4 groups of 2, batch 8": (2, 4, 8, MODEL),

@@ -130,7 +130,7 @@ def cpu_seconds(process: subprocess.Popen) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.long
+@pytest.mark.long(rare=True)
 def test_two_hundred_idle_connections_where_128_files_may_be_open():
     """It goes on serving, writes no log of it, and lets the processor rest."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"

@@ -20,15 +20,8 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.policy import cost_book
 from failfast_jax.train import feature_cache
 from failfast_jax.util import compilation, files
-from failfast_jax.util.files import (
-    Journal,
-    append_lines,
-    check_writable,
-    claim,
-    read_lines,
-    sole_writer,
-    write_atomically,
-)
+from failfast_jax.util.files import check_writable, claim, sole_writer, write_atomically
+from failfast_jax.util.records import Journal, append_lines, read_lines
 
 TARGET = GOLDEN / "llama_tied"
 ASKED = ["--target", str(TARGET), "--token-ids", "5,6,7", "--max-new-tokens", "4", "--method", "vanilla"]
@@ -282,13 +275,12 @@ def test_two_processes_share_a_cache(tmp_path):
 # What is read.
 
 
-def test_files_beyond_all_measure(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LARGEST_TEXT", 10)
-    (tmp_path / "config.json").write_text(json.dumps({"a": "b" * 20}))
+def test_files_beyond_all_measure(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"a": "b" * 20}))
     with pytest.raises(ConfigError, match="config.json: more than 10 bytes"):
-        files.read_json(tmp_path / "config.json")
-    monkeypatch.undo()
+        files.read_text(file, 10)
     for content in ("[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\ud83d"):
-        (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+        file.write_bytes(content.encode("utf-8", "surrogatepass"))
         with pytest.raises(ConfigError, match=r"config\.json: not "):
-            files.read_json(tmp_path / "config.json")
+            files.read_json(file)

@@ -19,9 +19,9 @@ from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset
 from failfast_jax.text_stream import text_of
 from failfast_jax.util.command_line import import_optional
-from failfast_jax.util.files import Record
 from failfast_jax.util.hardware import machine
 from failfast_jax.util.progress import progress_bar
+from failfast_jax.util.records import Record
 
 Place = tuple[str, str]
 """A dataset's name and a question's id."""

@@ -27,7 +27,8 @@ from failfast_jax.bench.speedup_model import LARGEST, THEORY_LENGTHS, authors_la
 from failfast_jax.bench.variants import BASELINE, BATCH
 from failfast_jax.public_data.acceptance_law import appendix_b
 from failfast_jax.util.command_line import import_optional
-from failfast_jax.util.files import Record, read_lines, write_atomically
+from failfast_jax.util.files import write_atomically
+from failfast_jax.util.records import Record, read_lines
 
 SENSITIVE = {
     "tau": "confidence threshold tau",

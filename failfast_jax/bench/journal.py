@@ -9,8 +9,8 @@ from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 from failfast_jax.errors import ConfigError
 from failfast_jax.results import Result, Round, Stats
-from failfast_jax.util import files
-from failfast_jax.util.files import Record
+from failfast_jax.util import records
+from failfast_jax.util.records import Record
 
 RECORDS = "records.jsonl"
 ANSWER, DIFFERENCE, SCORE = "answer", "difference", "score"
@@ -50,7 +50,7 @@ def result_of(record: Record) -> Result:
     return Result([], ids, None, record["finish_reason"], record["setting"], stats, rounds)
 
 
-class Journal(files.Journal):
+class Journal(records.Journal):
     """A journal whose records are also kept by kind and `key_of`, the newest of a key.
 
     Attributes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from failfast_jax.util.files import Record
+from failfast_jax.util.records import Record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,8 @@ from failfast_jax.public_data import acceptance_law
 from failfast_jax.public_data.acceptance_law import DATASETS, published_for
 from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, TARGETS, MisfitError
 from failfast_jax.util import hardware, processes
-from failfast_jax.util.files import Journal, sole_writer, user_path, write_atomically, write_json
+from failfast_jax.util.files import sole_writer, user_path, write_atomically, write_json
+from failfast_jax.util.records import Journal
 
 TARGETS_FILE = "targets.jsonl"
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")

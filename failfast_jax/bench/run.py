@@ -31,8 +31,9 @@ from failfast_jax.options import check_least
 from failfast_jax.public_data.question_sets import Dataset, stamp
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import import_optional
-from failfast_jax.util.files import Record, sole_writer, user_path
+from failfast_jax.util.files import sole_writer, user_path
 from failfast_jax.util.progress import progress_bar
+from failfast_jax.util.records import Record
 
 __all__ = ["add_arguments", "work"]
 

@@ -11,7 +11,8 @@ from failfast_jax.bench import report
 from failfast_jax.bench.speedup_model import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.public_data.question_sets import Dataset
-from failfast_jax.util.files import Record, write_atomically
+from failfast_jax.util.files import write_atomically
+from failfast_jax.util.records import Record
 
 HOW = (
     "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups thrown "

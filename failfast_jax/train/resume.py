@@ -10,7 +10,8 @@ from typing import Any
 
 from failfast_jax.errors import OptionError
 from failfast_jax.util import processes
-from failfast_jax.util.files import differences, read_json, write_json
+from failfast_jax.util.files import read_json, write_json
+from failfast_jax.util.records import differences
 
 LENGTHENED = "lengthened"
 """Key of a settings file: earlier values of settings that have grown."""

@@ -22,8 +22,9 @@ from failfast_jax.train.objective import Objective
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util import numerics, processes
-from failfast_jax.util.files import append_lines, orbax_path, read_lines, write_atomically
+from failfast_jax.util.files import orbax_path, write_atomically
 from failfast_jax.util.progress import progress_bar
+from failfast_jax.util.records import append_lines, read_lines
 
 LOG_FILE = "log.jsonl"
 CHECKPOINTS, KEPT = "checkpoints", 2

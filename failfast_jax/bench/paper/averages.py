@@ -16,7 +16,7 @@ from failfast_jax.bench.released_passes import Counts, counts
 from failfast_jax.bench.speedup_model import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.public_data.acceptance_law import appendix_b, papers_speedup, published_for
-from failfast_jax.util.files import Record
+from failfast_jax.util.records import Record
 from failfast_jax.util.tables import markdown
 
 AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = "AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast"

@@ -13,7 +13,7 @@ import numpy as np
 
 from failfast_jax.bench.figures import NoData, Records, draw_each, easy_tokens, figure_class
 from failfast_jax.bench.paper.averages import AR, PAPERS, PaperRun, averaged, mean
-from failfast_jax.util.files import read_lines
+from failfast_jax.util.records import read_lines
 
 STRIP = ("math500", (0, 4, 15, 18, 21))
 """Dataset and places of the paper's five questions."""

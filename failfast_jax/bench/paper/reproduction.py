@@ -25,7 +25,8 @@ from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.util.files import Journal, Record, read_lines, user_path, write_atomically
+from failfast_jax.util.files import user_path, write_atomically
+from failfast_jax.util.records import Journal, Record, read_lines
 
 NOTES = (
     "Rounds, lengths and drafter passes are counted as the authors' released code counts them. Cells: these records "

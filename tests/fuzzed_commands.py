@@ -84,10 +84,9 @@ def stop_at_models() -> None:
 
     generate.load = serve.load = chat.load = question_sets.hub_rows = _reached
     hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
-    for module in (engine_pool, micro, selfgen):
+    for module in (engine_pool, selfgen):
         module.load_pair = _reached
-    for part in ("startup_report", "small_engine"):
-        setattr(micro, part, _reached)
+    micro.PARTS = dict.fromkeys(micro.PARTS, _reached)
     train_command.open_checkpoint = draft_graph_calibration.FailFast = replay.replay_target = (
         orbax_folder.save_params
     ) = _reached

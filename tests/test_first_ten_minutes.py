@@ -85,15 +85,6 @@ def test_a_file_of_something_else_is_kept(text, runs, tmp_path, capsys):
     assert out.read_text(encoding="utf-8") == text and runs == []
 
 
-def test_a_kernel_that_fails_leaves_the_other_shapes(monkeypatch, tmp_path):
-    """A shape without KV heads is no shape; all windows are tried."""
-    monkeypatch.setattr(script, "QUICK_SHAPES", {"impossible": (3, 0, 64)})
-    monkeypatch.setattr(script, "QUICK_WINDOWS", ((8, 0, 1), (8, 125, 32)))
-    found = script.check_kernels(True, tmp_path)
-    assert not found["right"] and [check["start"] for check in found["checks"]] == [0, 125]
-    assert all(check["failed"].startswith("ZeroDivisionError") and not check["right"] for check in found["checks"])
-
-
 def test_measured_beside_predicted(monkeypatch):
     """The timeline's figure where there is one of this target on one such chip; else none."""
     kind = jax.devices()[0].device_kind

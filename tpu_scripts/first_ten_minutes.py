@@ -39,14 +39,11 @@ from failfast_jax.bench import kernel_timing, replay
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import SIMULATED_TPU
-from failfast_jax.models.attention_check import TOLERANCE, check_attention, is_right
+from failfast_jax.models.attention_check import TOLERANCE
 from failfast_jax.util import command_line, compilation, hardware, progress
 from failfast_jax.util.files import user_path, write_json
 
 FORMAT = 1
-WINDOWS = ((16, 1020, 1), (64, 4032, 1), (72, 511, 32), (128, 2047, 32), (512, 1536, 1))
-"""Rows, cache position of the first, and block size of the mask: verifies, drafter windows, a chunk of a prompt. They
-begin inside tiles and end at the cache's end."""
 QUICK_SHAPES, QUICK_WINDOWS = {"small": (3, 1, 64)}, ((8, 125, 32),)
 PROMPT = "Write a Python function that adds two numbers, and then one that multiplies them."
 REPLAY = ("--target=qwen2.5-1.5b", "--dataset=math")
@@ -73,18 +70,8 @@ def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
 
     A dry run on a CPU takes the TPU's kernels, interpreted.
     """
-    shapes, windows = (QUICK_SHAPES, QUICK_WINDOWS) if quick else (kernel_timing.SHAPES, WINDOWS)
-    kernel = SIMULATED_TPU if jax.default_backend() == "cpu" else None
-    cases = [(name, window) for name in shapes for window in windows]
-    checks = []
-    for name, (rows, start, block_size) in progress.progress_bar("kernels", "case", cases):
-        case = {"rows": rows, "start": start, "block_size": block_size}
-        try:
-            result = check_attention(*shapes[name], **case, kernel=kernel)
-            right = is_right(result)
-        except Exception as error:  # the other shapes are still of use
-            result, right = {"failed": described(error)}, False
-        checks.append({"shape": name, **case, **result, "right": right})
+    shapes, windows = (QUICK_SHAPES, QUICK_WINDOWS) if quick else (kernel_timing.SHAPES, kernel_timing.WINDOWS)
+    checks = kernel_timing.check_shapes(shapes, windows, SIMULATED_TPU if jax.default_backend() == "cpu" else None)
     return {"tolerance": TOLERANCE, "right": all(check["right"] for check in checks), "checks": checks}
 
 

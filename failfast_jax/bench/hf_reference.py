@@ -1,8 +1,6 @@
 """SmolLM2 in Hugging Face transformers: the reference for greedy tokens and the baseline for decode speed.
 
-The weights come from the same GGUF file that this library serves, dequantised to float32 by transformers, so a
-difference in tokens or in speed is one of the code and not of the checkpoint. torch, transformers and gguf are
-imported inside the functions; nothing else in the library needs torch.
+The weights come from the same GGUF file that this library serves. Nothing else in the library needs torch.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 
 
 def load_smollm2(gguf_path: str | Path) -> Any:
-    """`LlamaForCausalLM` in float32, on the CPU and in eval mode, from a llama-architecture GGUF file.
+    """Returns a `LlamaForCausalLM` in float32, on the CPU and in eval mode, from a llama-architecture GGUF file.
 
     Raises:
       ModuleNotFoundError: torch, transformers or gguf is missing; the message has the pip command.
@@ -37,21 +35,17 @@ def load_smollm2(gguf_path: str | Path) -> Any:
 def greedy(
     model: Any, prompt_ids: Sequence[int], n: int, *, stop_at_eos: bool = True
 ) -> tuple[list[int], list[float], float]:
-    """Decodes up to `n` tokens greedily with a KV cache, one sequence at a time.
+    """Decodes up to `n` (at least 1) tokens greedily with a KV cache, one sequence at a time.
 
-    The loop is what `model.generate(do_sample=False)` computes without its per-step bookkeeping, which makes it
-    the faster of the two and so the harder baseline.
+    The loop computes the same as `model.generate(do_sample=False)` without its bookkeeping: a harder baseline.
 
     Args:
       model: from `load_smollm2`.
-      n: at least 1.
-      stop_at_eos: ends after the first end-of-sequence token, which is part of the result; turn it off to time a
-        fixed number of tokens.
+      stop_at_eos: ends after the first end-of-sequence token, which is part of the result.
 
     Returns:
-      The new token ids; for each of them the gap between the two best logits at its step (a small gap means that
-      another correct float32 implementation may pick the runner-up); the wall-clock seconds of the prompt's forward
-      pass and of the decoding, without the computation of the gaps.
+      The new token ids; per token the gap between the two best logits (a small one means that another correct float32
+      implementation may pick the runner-up); the seconds of prefill and decoding, without the gaps.
     """
     import torch
 

@@ -1,29 +1,31 @@
-"""The GPU attention, checked and timed on the GPU at hand: the part `attention` of `bench micro`.
+"""Kernels beside XLA's operations and beside the memory's floor: the part `kernels` of `bench micro`.
 
-First numerics: the kernel against the jnp reference in float32, and bit for bit against itself with another live length
-and another start of the window. Then times: a chain of calls over as many caches as a model has layers (enough that
-none is still in the GPU's own cache when its turn comes again), by context and window width, against the time that
-the live cache takes to be read at the measured copy bandwidth. Needs an NVIDIA GPU.
+Attention is checked and timed on every platform: the shapes of public models on an accelerator, the default target's
+on a CPU, which also times products. A timed run goes through all matrices of a step, or through as many caches as a
+model has layers. So little is left in the processor's own cache when its turn comes again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.bench.clock import interleaved
-from failfast_jax.kernels import gpu_attention, plain_attention
+from failfast_jax.bench.timing import median_ms
+from failfast_jax.models.attention import Window, attend, kernel_of
+from failfast_jax.models.attention_check import check_attention, is_right
+from failfast_jax.models.kv_cache import KVCache, round_up
+from failfast_jax.models.layers import product, xla_product
+from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import hardware
 from failfast_jax.util.progress import progress_bar
 from failfast_jax.util.tables import markdown
 
-# Query heads, KV heads, head_dim.
 SHAPES = {
     "qwen2.5-7b": (28, 4, 128),
     "qwen2.5-14b/32b": (40, 8, 128),
@@ -31,162 +33,173 @@ SHAPES = {
     "fast-dllm-1.5b": (12, 2, 128),
     "qwen2.5-0.5b": (14, 2, 64),
 }
-CONTEXTS, WIDTHS = (1024, 4096, 16384, 32768), (1, 8, 72)
-"""Live cache lengths and window widths; the caches hold the longest."""
-DTYPE = "bfloat16"
+"""Query heads, KV heads and head_dim of public models."""
+WINDOWS = ((16, 1020, 1), (64, 4032, 1), (72, 511, 32), (128, 2047, 32), (512, 1536, 1))
+"""Checked windows: rows, cache position of the first, block size of the mask. They are verifies, drafter windows and a
+chunk of a prompt; they begin inside tiles and end at the cache's end."""
+STORED = ("bfloat16", "int8")
+"""Dtypes of stored weights, besides the model's own."""
 REPEATS = 9
-TOLERANCE = 2e-2
-"""Largest difference from the reference, relative to the largest output."""
-ROTATED_BYTES = 2**28
-"""Caches that a timing goes through in turn: several times the last-level cache of any GPU."""
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype))(key)
+@dataclasses.dataclass(frozen=True)
+class TimedSizes:
+    """Sizes that are timed on one platform."""
+
+    product_rows: Sequence[int]
+    attention_rows: Sequence[int]
+    contexts: Sequence[int]
+    """Live cache lengths; the caches hold the longest."""
+    chains: int
+    """Runs one after the other, so that dispatch overlaps with work."""
 
 
-def route(name: str, block_size: int, *, interpret: bool = False) -> Callable[..., jax.Array]:
-    """An attention function with the kernels' common arguments: `kernel`, or `xla` for the dense route."""
-    if name == "kernel":
-        return functools.partial(gpu_attention.window_attention, block_size=block_size, interpret=interpret)
-    return functools.partial(gpu_attention.dense_window_attention, block_size=block_size, implementation=name)
+SIZES = {
+    "cpu": TimedSizes((1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 16, 512), (512, 2048, 7000), chains=1),
+    "accelerator": TimedSizes((), (1, 8, 72), (1024, 4096, 16384, 32768), chains=5),
+}
+LIVE_BYTES, LAYERS = 2**28, (4, 48)
+"""Live caches that a run goes through on an accelerator, several times its own cache; least and most layers."""
 
 
-def numerics(
-    attention: Callable[..., jax.Array],
-    *,
-    heads: tuple[int, int, int],
-    width: int,
-    capacity: int,
-    dtype: str,
-    block_size: int,
-    seed: int,
-    batch: int = 2,
-) -> dict[str, Any]:
-    """The difference from the reference at drawn positions, and whether rows keep their bits.
+@dataclasses.dataclass(frozen=True)
+class KernelCase:
+    """Programs that compute the same by different routes."""
 
-    Returns:
-      `error`, relative to the largest output; `same_live` and `same_start`: whether the rows were bit-identical with
-      another live length, and where the window began one position later.
+    labels: dict[str, Any]
+    routes: dict[str, Callable[[], Any]]
+    nbytes: float
+    """Bytes that a run has to read."""
+    chains: int = 1
+
+
+def kernel_report(target: Decoder, sizes: TimedSizes | None = None) -> dict[str, Any]:
+    """Attention kernels checked against plain jnp; kernels and XLA timed beside the memory's floor.
+
+    Args:
+      target: the model whose matrices and heads are timed on a CPU.
+      sizes: the timed sizes; None: the platform's.
     """
-    query_heads, kv_heads, head_dim = heads
-    keys = jax.random.split(jax.random.key(seed), 3)
-    line = _normal(keys[0], (batch, width + 1, query_heads, head_dim), dtype)
-    k, v = (_normal(key, (batch, kv_heads, capacity, head_dim), dtype) for key in keys[1:])
-    draw = np.random.default_rng(seed)
-    start = jnp.asarray(draw.integers(0, capacity - width - block_size, size=batch), jnp.int32)
-    until = jnp.asarray(draw.choice([0, width - 1]) + start * (seed % 2), jnp.int32)
-    attention = jax.jit(attention)
-    last = plain_attention.visible_until(start + width - 1, block_size)
-    live = jnp.int32(min(capacity, int(jnp.maximum(last, until).max()) + 1))
-    out = np.asarray(attention(line[:, :width], k, v, start, until, live), np.float32)
-    arrays = (x.astype(jnp.float32) for x in (line[:, :width], k, v))
-    with jax.default_matmul_precision("highest"):
-        expected = plain_attention.window_attention(*arrays, start, until, live, block_size=block_size, tile=128)
-    expected = np.asarray(expected)
-    other = np.asarray(attention(line[:, :width], k, v, start, until, jnp.int32(capacity)), np.float32)
-    later = np.asarray(attention(line[:, 1:], k, v, start + 1, until, jnp.int32(capacity)), np.float32)
-    return {
-        "error": float(np.abs(out - expected).max() / np.abs(expected).max()),
-        "same_live": bool(np.array_equal(out, other)),
-        "same_start": bool(np.array_equal(out[:, 1:], later[:, :-1])),
-    }
+    on_cpu, config = jax.default_backend() == "cpu", target.config
+    sizes = sizes or SIZES["cpu" if on_cpu else "accelerator"]
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    shapes, layers = ({"default target": heads}, config.num_layers) if on_cpu else (SHAPES, None)
+    dtype = target.dtype if on_cpu else jnp.dtype(jnp.bfloat16)
+    checks = check_shapes(shapes, WINDOWS)
+    cases = [*product_cases(target, sizes)] if sizes.product_rows else []
+    bandwidth, rows = hardware.bandwidth(2**29)["read"], []
+    lazy = (case for shape in shapes.items() for case in attention_cases(*shape, dtype, sizes, layers))
+    total = len(cases) + len(shapes) * len(sizes.contexts) * len(sizes.attention_rows)
+    with progress_bar("kernels", "case", total=total) as bar:
+        for case in (case for group in (cases, lazy) for case in group):
+            times = {"reading_ms": 1e3 * case.nbytes / bandwidth}
+            rows.append({**case.labels, **times, "ms": median_ms(case.routes, REPEATS, per=case.chains)})
+            bar.update()
+    right = all(check["right"] for check in checks)
+    return {"right": right, "checks": checks, "read_bytes_per_s": bandwidth, "times": rows}
 
 
-def time_call(attention: Callable[..., jax.Array], shape: str, width: int, context: int) -> float:
-    """Seconds of one call at a live length of `context`, in a chain of calls over different caches."""
-    query_heads, kv_heads, head_dim = SHAPES[shape]
-    layers = min(max(ROTATED_BYTES // live_bytes(shape, context), 4), 48)
-    keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
-    q = _normal(keys[0], (1, width, query_heads, head_dim), DTYPE)
-    cache = (1, kv_heads, max(CONTEXTS), head_dim)
-    caches = [tuple(_normal(key, cache, DTYPE) for key in keys[i : i + 2]) for i in range(1, 2 * layers, 2)]
+def check_shapes(
+    shapes: Mapping[str, tuple[int, int, int]], windows: Sequence[tuple[int, int, int]], kernel: str | None = None
+) -> list[dict[str, Any]]:
+    """Compares the attention kernel of each shape and window with plain jnp in float32.
 
-    @jax.jit
-    def chain(q, caches, start, until, live):
-        for k, v in caches:
-            q = attention(q, k, v, start, until, live)
-        return q
-
-    start = jnp.full((1,), context - width, jnp.int32)
-    rest = (start, jnp.zeros_like(start), jnp.int32(context))
-    seconds = interleaved({"chain": lambda: [chain(q, caches, *rest) for _ in range(5)]}, REPEATS)["chain"]
-    return min(seconds) / 5 / layers
-
-
-def live_bytes(shape: str, context: int) -> int:
-    """Bytes of the keys and values that a call looks at."""
-    _, kv_heads, head_dim = SHAPES[shape]
-    return 2 * kv_heads * context * head_dim * jnp.dtype(DTYPE).itemsize
+    Args:
+      shapes: query heads, KV heads and head_dim by name.
+      windows: as `WINDOWS`.
+      kernel: one of `models.attention.KERNELS`; None: the one that serves here.
+    """
+    checks = []
+    cases = [(name, window) for name in shapes for window in windows]
+    for name, (rows, start, block_size) in progress_bar("kernel checks", "case", cases):
+        case = {"rows": rows, "start": start, "block_size": block_size}
+        try:
+            result = check_attention(*shapes[name], **case, kernel=kernel)
+            right = is_right(result)
+        except Exception as error:  # the other shapes are still of use
+            result, right = {"failed": f"{type(error).__name__}: {error}"[:2000]}, False
+        checks.append({"shape": name, **case, **result, "right": right})
+    return checks
 
 
-# -- the part ----------------------------------------------------------------------------------------------
+def product_cases(target: Decoder, sizes: TimedSizes) -> Iterator[KernelCase]:
+    """All matrices of a step by number of rows: our product, XLA's, and ours of narrower weights."""
+    linears = [(layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down) for layer in target.layers]
+    weights = [linear.weight[...] for layer in linears for linear in layer] + [target.head_weight]
+    weights = [jax.block_until_ready(weight.reshape(-1, weight.shape[-1])) for weight in weights]
+    stored = {name: [weight.astype(name) for weight in weights] for name in STORED}
+    inputs = sorted({weight.shape[1] for weight in weights})
+
+    @functools.partial(jax.jit, static_argnames="multiply")
+    def step(multiply: Callable[..., jax.Array], weights: list[jax.Array], rows: list[jax.Array]) -> jax.Array:
+        by_size, last = dict(zip(inputs, rows)), jnp.float32(0)
+        for weight in weights:  # each product waits for the one before
+            last = multiply(by_size[weight.shape[1]] + last, weight, jnp.float32)[0, 0] * 1e-9
+        return last
+
+    for width in sizes.product_rows:
+        rows = [jnp.ones((width, size), target.dtype) for size in inputs]
+        routes = {"ours": functools.partial(step, product, weights, rows)}
+        routes["xla"] = functools.partial(step, xla_product, weights, rows)
+        routes |= {name: functools.partial(step, product, narrow, rows) for name, narrow in stored.items()}
+        nbytes = sum(weight.nbytes for weight in weights)
+        yield KernelCase({"kernel": "product", "shape": "default target", "rows": width}, routes, nbytes)
 
 
-def check() -> None:
-    """Raises ValueError if there is no GPU."""
-    platform = jax.devices()[0].platform
-    if platform != "gpu":
-        raise ValueError(
-            f"--parts attention: no GPU here (JAX runs on {platform}). Without one, tests/kernels/test_gpu.py "
-            "simulates the kernel and tests/test_gpu_compile.py compiles it"
-        )
+def attention_cases(
+    shape: str, heads: tuple[int, int, int], dtype: jnp.dtype, sizes: TimedSizes, layers: int | None
+) -> Iterator[KernelCase]:
+    """All of a layer between its two projections (rotate, write, attend), by live positions and rows.
+
+    Args:
+      layers: layers that a run goes through; None: as many as have `LIVE_BYTES`.
+    """
+    num_heads, kv_heads, head_dim = heads
+    device = jax.devices()[0]
+    plain = "xla" if device.platform == "gpu" else "reference"
+    kernels = {"ours": kernel_of(device, dtype, head_dim), "xla": plain}
+    if kernels["ours"] == plain:
+        del kernels["ours"]
+    capacity, rng = round_up(max(sizes.contexts), 256), np.random.default_rng(0)
+
+    @functools.partial(jax.jit, static_argnames="kernel", donate_argnames="cache")
+    def attend_layers(qkv, cache, window, kernel):
+        keys, values = list(cache.k), list(cache.v)
+        for index, layer in enumerate(zip(cache.k, cache.v)):
+            outputs, (keys[index], values[index]) = attend(qkv, layer, window, kernel=kernel)
+            qkv = qkv + 1e-9 * outputs[:, :, :1, None]
+        return qkv, cache.replace(k=tuple(keys), v=tuple(values))
+
+    for context in sizes.contexts:
+        live_bytes = 2 * kv_heads * context * head_dim * dtype.itemsize
+        count = layers or min(max(LIVE_BYTES // live_bytes, LAYERS[0]), LAYERS[1])
+        draws = (jnp.asarray(rng.normal(size=(1, kv_heads, capacity, head_dim)), dtype) for _ in range(2))
+        keys, values = (tuple(jnp.copy(draw) for _ in range(count)) for draw in draws)
+        caches = [KVCache(keys, values)]
+
+        def chain(qkv: jax.Array, window: Window, kernel: str, caches: list[KVCache] = caches) -> jax.Array:
+            for _ in range(sizes.chains):
+                qkv, caches[0] = attend_layers(qkv, caches[0], window, kernel=kernel)
+            return qkv
+
+        for rows in (rows for rows in sizes.attention_rows if rows <= context):
+            group = (1, rows, kv_heads, num_heads // kv_heads + 2, head_dim)
+            angles = jnp.asarray(rng.normal(size=(1, rows, 1, head_dim // 2)), jnp.float32)
+            window = Window(jnp.cos(angles), jnp.sin(angles), jnp.asarray([context - rows]), jnp.int32(context))
+            arguments = jnp.asarray(rng.normal(size=group), dtype), window
+            routes = {name: functools.partial(chain, *arguments, kernel) for name, kernel in kernels.items()}
+            # Two products for each pair of a query and a position that it sees.
+            pairs = rows * (context - rows) + rows * (rows + 1) / 2
+            labels = {"kernel": "attention", "shape": shape, "layers": count, "rows": rows, "context": context}
+            labels["gflop"] = 4e-9 * head_dim * num_heads * count * pairs
+            yield KernelCase(labels, routes, count * live_bytes, sizes.chains)
 
 
-def routes_of(shape: str) -> list[str]:
-    """What can attend to such heads on this GPU: the kernel is for some of them only."""
-    heads, kv_heads, head_dim = SHAPES[shape]
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": max(CONTEXTS)}
-    reason = gpu_attention.supports(width=max(WIDTHS), dtype=DTYPE, device=jax.devices()[0], **sizes)
-    if reason:
-        print(f"attention, {shape}: without the kernel: {reason}", file=sys.stderr)
-    return ["xla"] if reason else ["kernel", "xla"]
-
-
-def all_numerics(routes: dict[str, list[str]]) -> tuple[list[dict[str, Any]], bool]:
-    """`numerics` of every shape, route and width, and whether all are right."""
-    checks, ok = [], True
-    cases = [(shape, name, width) for shape, names in routes.items() for name in names for width in WIDTHS]
-    for index, (shape, name, width) in enumerate(progress_bar("numerics", "case", cases)):
-        block_size = (1, 32)[index % 2]
-        case = {"heads": SHAPES[shape], "width": width, "dtype": DTYPE, "block_size": block_size}
-        found = numerics(route(name, block_size), capacity=4096, seed=index, **case)
-        checks.append({"route": name, "shape": shape, "width": width, "block_size": block_size} | found)
-        kept = name != "kernel" or (found["same_live"] and found["same_start"])
-        if found["error"] > TOLERANCE or not kept:
-            ok = False
-            print(f"WRONG: {checks[-1]}", file=sys.stderr)
-    return checks, ok
-
-
-def all_times(routes: dict[str, list[str]], bandwidth: float) -> list[dict[str, Any]]:
-    """Seconds of every shape, context and width by route, and `floor`: the live cache at the bandwidth of a copy."""
-    rows = []
-    cases = [(shape, context, width) for shape in routes for context in CONTEXTS for width in WIDTHS]
-    for shape, context, width in progress_bar("timing", "case", cases):
-        taken = {name: time_call(route(name, 1), shape, width, context) for name in routes[shape]}
-        floor = live_bytes(shape, context) / bandwidth
-        rows.append({"shape": shape, "context": context, "width": width, "floor": floor, "seconds": taken})
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The times as Markdown."""
+def kernel_table(report: Mapping[str, Any]) -> str:
+    """Formats the times as Markdown."""
     cells = []
-    for row in rows:
-        floor, times = row["floor"], row["seconds"].items()
-        shown = ", ".join(f"{name} {seconds * 1e6:.1f} ({seconds / floor:.2f})" for name, seconds in times)
-        cells.append([row["shape"], row["context"], row["width"], f"{floor * 1e6:.1f}", shown])
-    return markdown(["shape", "context", "rows", "floor us", "us (over floor)"], cells)
-
-
-def report() -> dict[str, Any]:
-    """Everything that the part finds; `numerics_ok` is False if the kernel is wrong."""
-    routes = {shape: routes_of(shape) for shape in SHAPES}
-    checks, ok = all_numerics(routes)
-    worst = max(check["error"] for check in checks)
-    print(f"numerics: {len(checks)} cases, largest error {worst:.1e}, {'ok' if ok else 'WRONG'}", file=sys.stderr)
-    bandwidth = hardware.bandwidth(2**30)["copy"]
-    rows = all_times(routes, bandwidth)
-    print(f"copies move {bandwidth / 1e9:.0f} GB/s\n\n{table(rows)}\n", file=sys.stderr)
-    return {"dtype": DTYPE, "copy_bytes_per_second": bandwidth, "numerics": checks, "numerics_ok": ok, "times": rows}
+    for row in report["times"]:
+        shown = ", ".join(f"{name} {ms:.3f} ({ms / row['reading_ms']:.2f})" for name, ms in row["ms"].items())
+        cells.append([row["kernel"], row["shape"], row.get("layers", "-"), row.get("context", "-"), row["rows"]])
+        cells[-1] += [f"{row['reading_ms']:.3f}", shown]
+    return markdown(["kernel", "shape", "layers", "context", "rows", "floor ms", "ms (over floor)"], cells)

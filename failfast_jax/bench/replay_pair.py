@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.replay_programs import (
     Caches,
     Draws,
@@ -30,6 +29,7 @@ from failfast_jax.bench.replay_programs import (
     vanilla_program,
     verify_program,
 )
+from failfast_jax.bench.timing import interleaved, medians
 from failfast_jax.decoding.decode_state import RoundLog
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import Never

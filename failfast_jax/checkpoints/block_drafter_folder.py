@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from failfast_jax.checkpoints.drafter_keys import Settings
-from failfast_jax.checkpoints.feature_drafter_folder import DRAFT_IDS, IGNORED, DrafterLayout, drafter_keys_of
+from failfast_jax.checkpoints.feature_drafter_folder import IGNORED, DrafterLayout, drafter_keys_of
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
@@ -166,7 +166,6 @@ BLOCK_LAYOUT = DrafterLayout(
     architectures=ARCHITECTURES,
     network=DSpark,
     borrowed=("embed", "head"),
-    written_ids=(DRAFT_IDS,),
     claims=_claims,
     read_keys=_read_keys,
     table=lambda config, names: TABLE,

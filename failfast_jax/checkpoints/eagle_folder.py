@@ -21,13 +21,7 @@ import jax
 import numpy as np
 
 from failfast_jax.checkpoints.drafter_keys import FULL, Settings
-from failfast_jax.checkpoints.feature_drafter_folder import (
-    DRAFT_IDS,
-    IGNORED,
-    TARGET_IDS,
-    DrafterLayout,
-    drafter_keys_of,
-)
+from failfast_jax.checkpoints.feature_drafter_folder import IGNORED, DrafterLayout
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.drafter_model import EAGLE
@@ -38,8 +32,6 @@ from failfast_jax.util.progress import warn_once
 LLAMA, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
 SPECULATORS = "eagle3"
 """`speculators_model_type` of these drafters."""
-STEP_DECAY = 0.8
-"""DeepSpec's: its model refuses a configuration without it."""
 PARALLEL = ("mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
 """Keys of P-EAGLE's folders, which otherwise look like EAGLE-3's."""
 TRAINED_THETA = 10_000.0
@@ -123,19 +115,6 @@ def _bound(network: Eagle, weights: dict[str, jax.Array], ids: jax.Array | None,
     return BoundEagle(network, weights["embed"], ids, own_embed="embed" not in shared)
 
 
-def _written_keys(config: EagleConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
-    base = config.base
-    biased = base.qkv_bias or base.o_bias or base.mlp_bias
-    later = config.feature_norms or config.normed_output or config.sliding_window
-    if config.chain is None or config.normed_residual or biased or later or not base.qk_norm:
-        raise ConfigError(
-            "drafters are written in DeepSpec's layout: with q/k norms, a ttt_length and no biases, and the hidden "
-            "state itself is the residual"
-        )
-    fixed = {"draft_num_hidden_layers": 1, "step_loss_decay": STEP_DECAY, "ttt_length": config.chain}
-    return drafter_keys_of(DEEPSPEC, config, target, storage) | fixed
-
-
 def _window(settings: Settings) -> int | None:
     """The window of the one layer; some folders name the kinds of all their target's layers, which are full."""
     kinds = settings.raw.get("layer_types")
@@ -162,12 +141,10 @@ EAGLE_LAYOUT = DrafterLayout(
     architectures=ARCHITECTURES,
     network=Eagle,
     borrowed=("embed",),
-    written_ids=(DRAFT_IDS, TARGET_IDS),
     claims=_claims,
     read_keys=_read_keys,
     table=_table,
     bound=_bound,
-    written_keys=_written_keys,
 )
 """EAGLE-3 drafters: one layer, which goes on from its own hidden states."""
-load_eagle, save_eagle = EAGLE_LAYOUT.load, EAGLE_LAYOUT.save
+load_eagle = EAGLE_LAYOUT.load

@@ -30,8 +30,8 @@ from failfast_jax.models.transformer import Decoder
 from failfast_jax.util.files import read_json, write_atomically
 
 STORAGES = ("bfloat16", "float32")
-DRAFT_IDS, TARGET_IDS = "d2t", "t2d"
-"""Tensors of a drafter of some tokens only: row r of its head is token r + d2t[r]; t2d marks the same tokens."""
+DRAFT_IDS = "d2t"
+"""Tensor of a drafter of some tokens only: row r of its head is token r + d2t[r]."""
 IGNORED = r".*rotary_emb\.inv_freq|d2t|t2d|verifier_(norm|lm_head)\.weight"
 BORROWED = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
 """Parameters that may be the target's, and the tensors of a drafter's own."""
@@ -81,12 +81,12 @@ class DrafterLayout:
       architectures: names by which `config.json` knows them.
       network: the module, made from its configuration.
       borrowed: parameters outside the network, which may be the target's.
-      written_ids: tensors that say which tokens are drafted, where these are not all.
       claims: `(raw)`: True for the `config.json` of such a drafter.
       read_keys: `(settings, target)`: the network's configuration; target: None where it is not known.
       table: `(config, names)`: the network's parameters by the tensors of these names.
       bound: `(network, weights, draft_ids, shared)`: the model; `shared` names the weights that are the target's.
       written_keys: `(config, target, storage)`: DeepSpec's `config.json`; ConfigError: it has no words for the drafter.
+        None: such drafters are only read.
       all_tokens: `(config)`: the configuration where the head has a row for every token.
     """
 
@@ -94,12 +94,11 @@ class DrafterLayout:
     architectures: tuple[str, ...]
     network: type[nnx.Module]
     borrowed: tuple[str, ...]
-    written_ids: tuple[str, ...]
     claims: Callable[[Mapping[str, Any]], bool]
     read_keys: Callable[[Settings, ModelConfig | None], Any]
     table: Callable[[Any, Iterable[str]], Table]
     bound: Callable[..., Any]
-    written_keys: Callable[[Any, ModelConfig, str], dict[str, Any]]
+    written_keys: Callable[[Any, ModelConfig, str], dict[str, Any]] | None = None
     all_tokens: Callable[[Any], Any] = lambda config: config
 
     def read_config(self, raw: Mapping[str, Any], where: str, target: ModelConfig | None = None) -> Any:
@@ -199,11 +198,8 @@ class DrafterLayout:
         tensors = stored_tensors(self.table(model.config, ()), cast(params, storage), base)
         ids = np.arange(target.vocab_size) if model.draft_ids is None else np.asarray(model.draft_ids, np.int64)
         if not np.array_equal(ids, np.arange(target.vocab_size)):
-            marks = np.zeros(target.vocab_size, np.bool_)
-            marks[ids] = True
             config["draft_vocab_size"] = len(ids)
-            both = {DRAFT_IDS: ids - np.arange(len(ids)), TARGET_IDS: marks}
-            tensors |= {name: both[name] for name in self.written_ids}
+            tensors[DRAFT_IDS] = ids - np.arange(len(ids))
         write_folder(folder, config, tensors, extra)
 
 

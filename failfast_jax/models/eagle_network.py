@@ -23,12 +23,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.models import quantization
 from failfast_jax.models.attention import LayerCache, Window, attend
-from failfast_jax.models.block_network import block_attention
 from failfast_jax.models.drafter_model import EAGLE, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
+from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, put
 
 EACH, TOGETHER = "each", "together"
@@ -82,13 +81,6 @@ class EagleLayer(nnx.Module):
         mixed, carry = self.attention(jnp.concatenate([self.input_norm(embedded), normed], -1), attend)
         x = (normed if self.normed_residual else hidden) + mixed
         return x + self.mlp(self.post_norm(x)), carry
-
-    def keys_and_values(
-        self, embedded: Float[Array, "*R E"], hidden: Float[Array, "*R E"]
-    ) -> tuple[Float[Array, "*R K H"], Float[Array, "*R K H"]]:
-        """Those of pairs whose output nobody needs; keys are not rotated."""
-        x = jnp.concatenate([self.input_norm(embedded), self.hidden_norm(hidden)], -1)
-        return self.attention.keys_and_values(x)
 
 
 @flax.struct.dataclass
@@ -182,44 +174,6 @@ class Eagle(nnx.Module):
         out, (k, v) = self.layers[0](embedded.astype(self.dtype), hidden, here)
         out = self.norm(out) if self.config.normed_output else out
         return out[:, :width], KVCache(k=(k,), v=(v,))
-
-    def chains(
-        self, embedded: Float[Array, "B T E"], features: Float[Array, "B T F E"], anchors: Int[Array, "B A"], steps: int
-    ) -> Float[Array, "B A S E"]:
-        """Hidden states of many chains of pairs in whole texts, without a cache (differentiable), as they are trained
-        here: with neither `normed_output` nor a window.
-
-        The first pair of a chain is the last one with known features when a draft begins at the anchor: that token and
-        the features before it. Each further one is the text's next token and the hidden state of the pair before.
-
-        Args:
-          embedded: embeddings of the texts' tokens.
-          anchors: positions of the last known tokens, at least 1.
-          steps: pairs of a chain. Where the text has no more tokens its last one stands in.
-        """
-        base, everyone = self.config.base, jnp.arange(anchors.shape[0])[:, None]
-        embedded, known = embedded.astype(self.dtype), self.fused(features[:, :-1])
-        k, v = self.layers[0].keys_and_values(embedded[:, 1:], known)
-        context = apply_rope(k, *rotary(base, jnp.arange(k.shape[1])[None])), v
-        chain = tuple(jnp.zeros((*anchors.shape, 0, *x.shape[2:]), x.dtype) for x in context)
-        hidden, out = known[everyone, anchors - 1], []
-        for step in range(steps):
-            token = embedded[everyone, jnp.minimum(anchors + step, embedded.shape[1] - 1)]
-            hidden, chain = self._chained(token, hidden, anchors, step, context, chain)
-            out.append(hidden)
-        return jnp.stack(out, axis=2)
-
-    def _chained(self, embedded, hidden, anchors, step, context, chain):
-        """One pass over a pair of each chain: hidden states `[B, A, E]`, and the chains' keys and values behind it."""
-        tables = rotary(self.config.base, anchors - 1 + step)
-
-        def attend(heads: Array) -> tuple[Array, tuple[Array, ...]]:
-            q, *own = rotated_heads(heads, *tables)
-            # The first pair stands in the context already.
-            seen = tuple(jnp.concatenate([old, new[:, :, None]], 2) for old, new in zip(chain, own)) if step else chain
-            return block_attention(q[:, :, None], *seen, *context, anchors)[:, :, 0], seen
-
-        return self.layers[0](embedded, hidden, attend)
 
     @jax.named_scope("head")
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from failfast_jax.engine import FailFast
-from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
+from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.confidence_scaling import Drafts
@@ -19,7 +19,7 @@ from failfast_jax.util import processes
 
 
 class Evaluation:
-    """Answers held-out prompts with the engine, drafting one pass per round; a chain of passes with an EAGLE drafter.
+    """Answers held-out prompts with the engine, drafting one pass per round.
 
     Each of several processes does so on one of its own devices, lest others wait for it; process 0's figures count.
 
@@ -54,9 +54,7 @@ class Evaluation:
         model, spec_len = self.engine.drafter, config.eval_spec_len
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
         method = {"method": "failfast", "tau": 1.0}
-        if model.kind == EAGLE:
-            method = {"method": "eagle3"}
-        elif model.kind == FEATURE_BLOCK:  # a block, or its first tokens
+        if model.kind == FEATURE_BLOCK:  # a block, or its first tokens
             method = {"method": "failfast", "tau": 0.0, "max_spec_len": spec_len or model.rows}
         self.options = {**method, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[: config.eval_prompts]]

@@ -54,10 +54,8 @@ def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerC
     mask, size = config.mask_token, target.vocab_size
     known = mask is None or 0 <= mask < size
     require(known, f"--mask-token {mask}", f"the target's vocabulary has {size} tokens")
-    first = {"standalone": 0, "eagle3": last}.get(config.family, max(last - 1, 1))
+    first = 0 if config.family == "standalone" else max(last - 1, 1)
     copied = _layer_numbers(config.layers, "--layers", last, tuple(range(min(first, last), last + 1)))
-    is_too_deep = config.family == "eagle3" and len(copied) > 1
-    require(not is_too_deep, f"--layers {config.layers}", "an EAGLE-3 drafter has one layer")
     if config.row_features:
         return _row_layers(config, copied, cached, last)
     # The input of the first copied layer, and others at even distances.

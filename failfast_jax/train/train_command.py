@@ -1,12 +1,11 @@
 """`python -m failfast_jax.train run`: train a drafter for a target, from the target.
 
-Five families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
-and confidence heads) and `eagle3` ones (one layer, which goes on from its own hidden states) are written in DeepSpec's
-layout, which other engines serve, too. With `--row-features` block drafters are this project's own: they start in
-closed form, which suits little data. `standalone` ones are block diffusion over all layers of the model or some, with
-the target's embedding and head. `diffusion` trains a whole model, which drafts for any target with the same tokens;
-`--preset fast-dllm-v2` does so as Fast-dLLM v2 was trained. A run lives in one folder and continues from its last
-checkpoint when it is started again.
+Four families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
+and confidence heads) are written in DeepSpec's layout, which other engines serve, too. With `--row-features` they are
+this project's own: they start in closed form, which suits little data. `standalone` ones are block diffusion over all
+layers of the model or some, with the target's embedding and head. `diffusion` trains a whole model, which drafts for
+any target with the same tokens; `--preset fast-dllm-v2` does so as Fast-dLLM v2 was trained. A run lives in one folder
+and continues from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
 from failfast_jax.train.diffusion_run import DiffusionObjective, DiffusionStart, StandaloneObjective, start_for
 from failfast_jax.train.documents import Document, Documents
-from failfast_jax.train.eagle_loss import EagleObjective
 from failfast_jax.train.evaluation import Evaluation
 from failfast_jax.train.layer_choice import choose_layers
 from failfast_jax.train.objective import Materials, Objective
@@ -55,7 +53,6 @@ HELD_OUT = "held_out.npz"
 OBJECTIVES = {
     "dspark": BlockObjective,
     "dflash": BlockObjective,
-    "eagle3": EagleObjective,
     "standalone": StandaloneObjective,
     "diffusion": DiffusionObjective,
 }
@@ -165,8 +162,7 @@ def _documents(config: TrainConfig, paths: list[Path], source: Any, target: Mode
     def read(file: Path) -> list[Document]:
         return read_conversations(file, load_tokenizer(source), target.vocab_size, whole=config.family in DIFFUSION)
 
-    # A chain that the text cuts short teaches, too; a pair and what it predicts are three tokens.
-    shortest = {"standalone": config.block_size, "eagle3": 3, "diffusion": 3}.get(config.family, config.rows + 2)
+    shortest = {"standalone": config.block_size, "diffusion": 3}.get(config.family, config.rows + 2)
     limits = {"shortest": shortest, "longest": config.seq_len, "skip_short": config.skip_short}
     return documents.load_documents(paths, vocab_size=target.vocab_size, read=dict.fromkeys(ROWS, read), **limits)
 

@@ -24,12 +24,11 @@ from failfast_jax.models.markov_head import MARKOV_HEADS
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.options import Option, add_flag, check_value, flag_of, require
 
-BLOCKS, PUBLISHED = ("dspark", "dflash"), ("dspark", "dflash", "eagle3")
-"""Families of block drafters, and families in DeepSpec's layout."""
-EAGLE, STANDALONE, DIFFUSION = ("eagle3",), ("standalone",), ("diffusion",)
+BLOCKS, STANDALONE, DIFFUSION = ("dspark", "dflash"), ("standalone",), ("diffusion",)
 MASKED = (*STANDALONE, *DIFFUSION)
 """Families of block-diffusion models."""
-FAMILIES = (*PUBLISHED, *MASKED)
+FAMILIES = (*BLOCKS, *MASKED)
+FORMER_FAMILIES = {"eagle3": "train EAGLE-3 drafters with DeepSpec or SpecForge; --drafter reads what they write"}
 BACKBONE = "backbone"
 """`--freeze`: a block drafter without its Markov and confidence heads."""
 FREEZABLE = ("embed", "head", "norm", "layers")
@@ -43,8 +42,6 @@ BLOCK_STARTS = ("clean", "noised")
 PACKINGS = ("none", "stream", "separate")
 """See `packing`."""
 DECIDED_BY_START = ("rows", "draft_vocab", "features", "row_features", "no_fit", "mask_token")
-LONGEST_CHAIN = 64
-"""The largest `--spec-len` of `eagle3`."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Objective and packing as in the released code; learning rate and schedule as in a public finetuning script for it,
@@ -93,9 +90,15 @@ def _setting(default: Any, help: str, *, metavar: str | None = None, **about: An
     return dataclasses.field(default=default, metadata={"option": Setting(help, **about)})
 
 
+def _family(name: str) -> str:
+    """Parses `--family`."""
+    if name in FORMER_FAMILIES:
+        raise argparse.ArgumentTypeError(f"{name} is no longer trained here; {FORMER_FAMILIES[name]}")
+    return name
+
+
 _model = functools.partial(_setting, group="what is trained")
 _data = functools.partial(_setting, group="data")
-_published = functools.partial(_setting, families=PUBLISHED)
 _block = functools.partial(_setting, families=BLOCKS)
 _dspark = functools.partial(_setting, families=("dspark",))
 _masked = functools.partial(_setting, families=MASKED)
@@ -115,9 +118,9 @@ class TrainConfig:
 
     preset: str | None = _model(None, "take unspecified options from this recipe", choices=tuple(PRESETS))
     target: str | None = _model(None, "model to draft for; default: SmolLM2-135M-Instruct", metavar="P")
-    family: str = _model("dspark", "kind of drafter", choices=FAMILIES)
+    family: str = _model("dspark", "kind of drafter", choices=FAMILIES, flag={"type": _family})
     layers: str | None = _model(
-        None, "target layers to start from; default: the last two, the last (eagle3), all (standalone)", metavar="i,j"
+        None, "target layers to start from; default: the last two, all (standalone)", metavar="i,j"
     )
     start: str | None = _model(
         None, "continue from this drafter, adding heads that it lacks (dspark), or this model (diffusion)", metavar="P"
@@ -145,18 +148,18 @@ class TrainConfig:
     confidence_for: str = _dspark(
         "sampled", "acceptance that the head predicts: rejection sampling's or greedy", choices=("sampled", "greedy")
     )
-    draft_vocab: int = _published(0, "draft only the n most frequent tokens of the answers; 0: all", least=0)
-    anchors: int = _published(64, "blocks, or chains, per document and step", least=1)
-    features: str | None = _published(
+    draft_vocab: int = _block(0, "draft only the n most frequent tokens of the answers; 0: all", least=0)
+    anchors: int = _block(64, "blocks per document and step", least=1)
+    features: str | None = _block(
         None, "target layers whose outputs it reads; default: five, evenly spread", metavar="i,j"
     )
-    feature_cache: Path | None = _published(  # noqa: RUF009 (a field, as the others)
+    feature_cache: Path | None = _block(  # noqa: RUF009 (a field, as the others)
         None, "folder: compute the target's features once", metavar="DIR"
     )
-    cache_layers: str | None = _published(
+    cache_layers: str | None = _block(
         None, "target layers to store for other runs, beside those that this run reads", learned=False, metavar="i,j"
     )
-    borrow: bool = _published(False, "store neither the target's embedding nor its head")
+    borrow: bool = _block(False, "store neither the target's embedding nor its head")
     mask_token: int | None = _setting(
         None, "id for an unknown token; default: one that no text has", families=(*BLOCKS, *DIFFUSION), metavar="ID"
     )
@@ -167,8 +170,6 @@ class TrainConfig:
         least=0,
         infinite=True,
     )
-    ttt_length: int = _setting(7, "passes that training unrolls", families=EAGLE, least=1, most=LONGEST_CHAIN)
-    step_decay: float = _setting(0.8, "the k-th pass weighs x ** (k-1)", families=EAGLE, above=0, most=1)
     block_size: int = _masked(32, "positions per block", least=2)
     corruption: str = _masked("mixed", "masks of a block (uniform: as released)", choices=CORRUPTIONS)
     draft_fraction: float = _masked(0.5, "share of blocks that look like drafting (mixed)", least=0, most=1)

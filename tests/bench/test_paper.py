@@ -16,7 +16,6 @@ from failfast_jax.checkpoints import hub
 from failfast_jax.errors import CheckpointError
 from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.train import __main__ as train
-from failfast_jax.train.trainer import LOG_FILE
 
 EAGLE = "ruipeterpan/Qwen2.5-32B-Instruct_EAGLE3_UltraChat"
 GPQA = {
@@ -311,30 +310,6 @@ def test_the_command(preset, tmp_path, capsys):
     assert main(["paper", str(tmp_path / "out"), "--trajectory", "math500/q1"]) == 2
     assert main(["paper", str(tmp_path)]) == 2
     assert "records.jsonl: no such file" in capsys.readouterr().err
-
-
-def test_accuracy_in_training(tmp_path, capsys):
-    runs = [tmp_path / name for name in ("first", "second")]
-    for run, right in zip(runs, (0.25, 0.5)):
-        run.mkdir()
-        lines = [{"step": 10 * n, "first": right if n <= 200 else 1.0, "accepted": 2.0} for n in range(1, 402)]
-        lines.insert(5, {"step": 60, "held_out": {"accepted_per_round": 1.0}})
-        (run / LOG_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    out = tmp_path / "paper"
-    assert main(["paper", *(f"--training={run}" for run in runs), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert said == (out / "paper.md").read_text() + "\n" and "Numbers of the text" not in said
-    drawn = {f"training-{n}.{kind}" for n in (1, 2) for kind in ("png", "svg")}
-    assert {path.name for path in out.iterdir()} == {"paper.md"} | drawn
-    (runs[0] / LOG_FILE).write_text('{"step": 10, "loss": 1.0}\n')
-    for wrong, why in ((runs[0], "has no accuracy"), (tmp_path / "none", "no such folder")):
-        assert main(["paper", "--training", str(wrong)]) == 2
-        said = capsys.readouterr().err
-        assert f"--training {wrong}: " in said and why in said
-    assert main(["paper"]) == 2
-    assert "name folders of `bench run" in capsys.readouterr().err
-    assert main(["paper", "--training", str(runs[1]), "--trajectory", "math500/q1"]) == 2
-    assert "--trajectory: of which run?" in capsys.readouterr().err
 
 
 def test_old_records_are_refused(preset, tmp_path, capsys):

@@ -62,7 +62,6 @@ FAMILIES = [
         *["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--confidence-for", "greedy"],
         *["--mask-token", "1", "--features", "0,1"],
     ],
-    ["--family", "eagle3", "--ttt-length", "3", "--draft-vocab", "60", "--features", "0,1"],
     ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
 ]
 
@@ -171,11 +170,6 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--family", "dspark"], "--mask-token: the target has no tokenizer: name an id that no text has"),
         (["--family", "dspark", "--mask-token", "999"], "--mask-token 999: the target's vocabulary has"),
         (["--family", "dspark", "--storage", "int8"], "--storage int8: dspark drafters are stored as bfloat16"),
-        (["--family", "eagle3", "--storage", "int8"], "--storage int8: eagle3 drafters are stored as bfloat16"),
-        (["--family", "eagle3", "--layers", "0,1"], "--layers 0,1: an EAGLE-3 drafter has one layer"),
-        (["--family", "eagle3", "--ttt-length", "0"], "--ttt-length 0: must be in [1, 64]"),
-        (["--family", "eagle3", "--step-decay", "1.5"], "--step-decay 1.5: must be in (0, 1]"),
-        (["--ttt-length", "3"], "--ttt-length 3: --family dspark has no such option, only eagle3"),
         (
             ["--family", "dflash", "--markov-rank", "3"],
             "--markov-rank 3: --family dflash has no such option, only dspark",
@@ -195,7 +189,7 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--start", TARGET], f"--start {TARGET}: not a dspark or dflash drafter"),
         (["--freeze", "backbone"], "--freeze backbone: needs --start"),
         (["--start", PUBLISHED, "--freeze", "layers"], "--freeze layers: of a dspark drafter backbone can stay"),
-        (["--family", "eagle3", "--freeze", "backbone"], "--freeze backbone: --family eagle3 has no such option"),
+        (["--family", "dflash", "--freeze", "backbone"], "--freeze backbone: --family dflash has no such option"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],
 )
@@ -235,6 +229,12 @@ def test_a_drafter_is_trained_on(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path / "markov", *more, "--freeze", "backbone", "--confidence-weight", "0")) == 0
     only = load_file(tmp_path / "markov" / "drafter" / "model.safetensors")
     assert {name.split(".")[0] for name in only if name not in before} == {"markov_head"}
+
+
+def test_a_family_of_before_is_refused(data, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments(data, tmp_path / "run", "--family", "eagle3"))
+    assert "SpecForge" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_a_diffusion_target_is_refused(data, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.parameters import Skeleton
-from failfast_jax.models.eagle_network import EagleConfig
-from failfast_jax.train import eagle_loss
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import initial
 from failfast_jax.train.diffusion_run import DiffusionObjective, StandaloneObjective
@@ -61,12 +58,6 @@ def parameters(net) -> dict:
     return {name: leaf[...] for name, leaf in Skeleton.of(net).leaves.items()}
 
 
-def eagle_config(target, layers: tuple[int, ...], vocab: int = VOCAB) -> EagleConfig:
-    """Chains of 4 in DeepSpec's layout."""
-    base = dataclasses.replace(target.config, model_type="qwen3", num_layers=1, qk_norm=True, qkv_bias=False)
-    return EagleConfig(base, layers, vocab, 4)
-
-
 def make_batches(family: str, documents, batch: int):
     """Batches as in the family's runs."""
     if family == "diffusion":
@@ -86,9 +77,6 @@ def make_objective(family: str, target, documents, **changes):
     if family == "dspark":
         model = random_dspark(target, feature_layers=(0, 1), seed=5)
         return BlockObjective(model.network, target, None, TrainConfig(anchors=3, position_decay=4.0, **changes))
-    if family == "eagle3":
-        model = eagle_loss.initial(target, eagle_config(target, (0, 1, 2)), 2, 0)
-        return eagle_loss.EagleObjective(model, target, None, TrainConfig(family="eagle3", anchors=8, **changes))
     ids = documents.frequent_tokens(VOCAB, 20, (1,))
     shape = random_extended(target, rows=4, draft_ids=ids, context_layers=(1,), row_features=(0, 2)).config
     options = TrainConfig(anchors=3, position_decay=4.0, ce_weight=1.0, borrow=True, **changes)

@@ -1,10 +1,7 @@
-"""Figures of the paper that `bench.figures` lacks: shares of latency, strips of single answers, and the accuracy of a
-drafter in training."""
+"""Figures of the paper that `bench.figures` lacks: shares of latency and strips of single answers."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ import numpy as np
 
 from failfast_jax.bench.figures import NoData, Records, draw_each, easy_tokens, figure_class
 from failfast_jax.bench.paper.averages import AR, PAPERS, PaperRun, averaged, mean
-from failfast_jax.util.records import read_lines
 
 STRIP = ("math500", (0, 4, 15, 18, 21))
 """Dataset and places of the paper's five questions."""
@@ -75,52 +71,3 @@ def draw(runs: Sequence[PaperRun], records: Sequence[Records], out: Path) -> lis
         name = "strip" if len(runs) == 1 else f"strip-{index + 1}"
         figures[name] = lambda run=run, own=own: strips(run, own)
     return draw_each(figures, out)
-
-
-# -- Figure 9 ------------------------------------------------------------------------------------------------
-
-WINDOW = 100
-"""Lines of a log, one every ten steps, that a moving average is of; fewer at its beginning."""
-
-
-def accuracies(folder: Path) -> np.ndarray:
-    """Step, accuracy of a chain's first token, and mean length that agrees, of each line of a training's log `[3, n]`.
-
-    Raises:
-      ValueError: no log of EAGLE-3's training; the message names the file.
-    """
-    path, settings = folder / "log.jsonl", folder / "train.json"
-    lines = read_lines(path)[0] if path.is_file() else []
-    family = json.loads(settings.read_text(encoding="utf-8")).get("family") if settings.is_file() else "eagle3"
-    names = ("step", "first", "accepted")
-    found = [[line[name] for name in names] for line in lines if family == "eagle3" and line.keys() >= {*names}]
-    if not found:
-        what = f"{path} has no accuracy" if folder.is_dir() else "no such folder"
-        raise ValueError(f"--training {folder}: {what}; name a folder of `train --family eagle3 --out`")
-    return np.asarray(found).T
-
-
-def _moving_average(values: np.ndarray) -> np.ndarray:
-    """The mean of each value and of those before it, `WINDOW` at the most."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - WINDOW, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def training_curve(folder: Path) -> Any:
-    """Fig. 9: the accuracy of a chain's first token while a drafter learned, and its moving average."""
-    steps, first, _ = accuracies(folder)
-    figure = figure_class()(figsize=(6, 3.5), layout="constrained")
-    axis = figure.subplots()
-    axis.plot(steps, first, color="C0", alpha=0.25, label="every ten steps")
-    axis.plot(steps, _moving_average(first), color="C0", label=f"moving average of {WINDOW}")
-    axis.set(xlabel="training step", ylabel="accuracy, first token", ylim=(0, 1), title=folder.resolve().name)
-    axis.legend(fontsize="small")
-    return figure
-
-
-def draw_training(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Draws `training`, or `training-1` and so on of several."""
-    names = ["training"] if len(folders) == 1 else [f"training-{index}" for index in range(1, len(folders) + 1)]
-    return draw_each({name: functools.partial(training_curve, folder) for name, folder in zip(names, folders)}, out)

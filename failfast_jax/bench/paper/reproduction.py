@@ -3,8 +3,8 @@
 Give it the folders that `bench run --preset failfast-paper` wrote. Nothing is run: records are read, so that figures of
 single questions and their trajectories can be drawn at any time. Prints Markdown, and writes it to `--out` with the
 figures: shares of latency (Fig. 6), easy and hard tokens of five questions (Fig. 4), for each question of
-`--trajectory` a page a row (Figs. 10 to 12), and for each folder of `--training` EAGLE-3's accuracy while it was
-trained (Fig. 9). All other figures are drawn by `bench run`.
+`--trajectory` a page per row (Figs. 10 to 12). All other figures are drawn by `bench run`, but for the accuracy of
+EAGLE-3 while it is trained (Fig. 9), which its trainer logs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,7 @@ NOTES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument(
-        "runs", metavar="DIR", nargs="*", type=user_path, help="folders of `bench run --preset failfast-paper`"
-    )
-    parser.add_argument(
-        "--training",
-        metavar="DIR",
-        action="append",
-        default=[],
-        type=user_path,
-        help="folder of `train --family eagle3`: the accuracy while it learned; may be repeated",
+        "runs", metavar="DIR", nargs="+", type=user_path, help="folders of `bench run --preset failfast-paper`"
     )
     parser.add_argument(
         "--modelled", metavar="X", help="latencies of modelled speedups: 7B, 14B, 32B or DRAFT:TARGET (by the target)"
@@ -157,10 +149,6 @@ def work(args: argparse.Namespace) -> int:
     """Prints the page; writes it and the figures."""
     if args.figures and args.out:
         figure_class(OR_WITHOUT)
-    if not (args.runs or args.training):
-        raise ValueError("name folders of `bench run --preset failfast-paper`, or of training with --training DIR")
-    if args.trajectory and not args.runs:
-        raise ValueError("--trajectory: of which run? Name its folder")
     if args.trajectory and not args.out:
         raise ValueError("--trajectory: needs --out, a folder for its pages")
     names = [folder.name for folder in args.runs]
@@ -171,8 +159,6 @@ def work(args: argparse.Namespace) -> int:
         for place in args.trajectory:
             answers_to(place, records, folder)
     runs = read_runs(args)
-    for folder in args.training:
-        paper_plots.accuracies(folder)  # refuses a folder without a log
     text = page(runs)
     print(text)
     if args.out:
@@ -181,7 +167,6 @@ def work(args: argparse.Namespace) -> int:
         written = [args.out / "paper.md"]
         if args.figures:
             written += paper_plots.draw(runs, [Records(folder) for folder in args.runs], args.out)
-            written += paper_plots.draw_training(args.training, args.out)
         for folder in args.runs:
             part = args.out if len(args.runs) == 1 else args.out / folder.name
             part.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from failfast_jax.load_options import LoadOptions
     from failfast_jax.models.model_config import ModelConfig
     from failfast_jax.runtime.model_runtime import Request, Runtime
-    from failfast_jax.util.compilation import enable_compile_cache
+    from failfast_jax.util.compile_cache import enable_compile_cache
     from failfast_jax.util.hardware import tell_libtpu
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 
 _MODULES = {
     "checkpoints.checkpoint": ("load_model",),
-    "util.compilation": ("enable_compile_cache",),
+    "util.compile_cache": ("enable_compile_cache",),
     "generation_config": ("GenerationConfig",),
     "engine": ("FailFast", "Result", "StreamEvent"),
     "load_options": ("LoadOptions",),

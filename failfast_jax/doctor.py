@@ -144,7 +144,7 @@ def caches() -> Iterator[Finding]:
     """The folders of compiled programs and downloaded models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from failfast_jax.util.compilation import CACHE_VARIABLE, enable_compile_cache
+    from failfast_jax.util.compile_cache import CACHE_VARIABLE, enable_compile_cache
 
     try:
         folder = enable_compile_cache()

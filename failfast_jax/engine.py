@@ -35,7 +35,8 @@ from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, Runtime, Session
 from failfast_jax.text_stream import TextStream
-from failfast_jax.util.compilation import count_compiles, enable_compile_cache
+from failfast_jax.util.compilation import count_compiles
+from failfast_jax.util.compile_cache import enable_compile_cache
 from failfast_jax.util.hardware import Profile, bytes_on_a_device, explain_out_of_memory
 from failfast_jax.util.progress import waiting
 
@@ -262,7 +263,7 @@ class FailFast:
         texts = [answer_text(self.tokenizer, prompt, ids) for prompt, ids in zip(prompts, encoded)]
         sequences = [SequenceEvents(row, text) for row, text in enumerate(texts)]
         watch, compiled_before = Stopwatch(), self.runtime.programs.seconds
-        with count_compiles() as compilations:
+        with count_compiles() as counts:
             session = self.session(encoded, config)
             self._explain(session, config)
             with explain_out_of_memory(f"{len(encoded)} x {session.capacity} tokens", lambda: self._memory(session)):
@@ -275,7 +276,6 @@ class FailFast:
                         if stream and RUNNING in part.progress.finish:
                             events = (each.event(ids) for each, ids in zip(sequences, part.progress.ids))
                             yield from (event for event in events if event.ids)
-            counts = compilations()
         progress, slices = part.progress, watch.seconds["decode"]
         self._check_finite(encoded, progress)
         logs = session.rounds(part.state)

@@ -15,7 +15,7 @@ from failfast_jax.models import quantization
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.options import add_flag, add_flags, flag_of
 from failfast_jax.util import processes, progress
-from failfast_jax.util.compilation import enable_compile_cache
+from failfast_jax.util.compile_cache import enable_compile_cache
 
 FIELDS = {field.name: field for options in (GenerationConfig, LoadOptions) for field in dataclasses.fields(options)}
 SHOWN: dict[str, dict[str, Any]] = {

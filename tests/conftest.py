@@ -39,12 +39,10 @@ from failfast_jax import load_model
 from failfast_jax.decoding import width_plan
 from failfast_jax.policy import cost_book
 from failfast_jax.policy.expected_tokens import Costs
-from failfast_jax.util import compilation, progress
-from failfast_jax.util.compilation import enable_compile_cache
+from failfast_jax.util import progress
+from failfast_jax.util.compile_cache import enable_compile_cache
 
 enable_compile_cache()
-counting = compilation.count_compiles()
-counting.__enter__()  # to the end, for tests that compare counts
 # Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and after each file.
 gc.freeze()
 gc.set_threshold(100_000, 50, 100)

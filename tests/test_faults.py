@@ -19,7 +19,7 @@ from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.policy import cost_book
 from failfast_jax.train import feature_cache
-from failfast_jax.util import compilation, files
+from failfast_jax.util import compile_cache, files
 from failfast_jax.util.files import check_writable, claim, sole_writer, write_atomically
 from failfast_jax.util.records import Journal, append_lines, read_lines
 
@@ -184,7 +184,7 @@ def test_the_system_ends_a_file(tmp_path):
     assert not read_lines(records)[1] if records.exists() else True
     whole = run_python("-c", LIMITED, tmp_path, 10**9, **variables)
     assert whole.returncode == 0, whole.stderr
-    assert all(compilation.is_whole(path.read_bytes()) for path in (tmp_path / "cache").glob("*-cache"))
+    assert all(compile_cache.is_whole(path.read_bytes()) for path in (tmp_path / "cache").glob("*-cache"))
 
 
 def test_features_need_their_room_before_they_are_computed(tmp_path, monkeypatch):
@@ -208,20 +208,20 @@ def test_programs_that_were_cut_off_are_removed(tmp_path):
     for name, content in {"a": whole, "b": whole[:-3], "c": b"", "d": whole[: len(whole) // 2]}.items():
         (tmp_path / f"{name}-cache").write_bytes(content)
     (tmp_path / "b-atime").write_bytes(b"")
-    compilation.drop_cut_off(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["a-cache", "b-atime", compilation.CHECKED]
+    compile_cache.drop_cut_off(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["a-cache", "b-atime", compile_cache.CHECKED]
     # What was found whole is not read again; what came later is.
     (tmp_path / "a-cache").write_bytes(whole[:5])
     os.utime(tmp_path / "a-cache", (0, 0))
     (tmp_path / "e-cache").write_bytes(whole[:5])
-    compilation.drop_cut_off(tmp_path)
+    compile_cache.drop_cut_off(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["a-cache"]
 
 
 def test_programs_packed_by_zstandard():
     zstandard = pytest.importorskip("zstandard")
     packed = zstandard.ZstdCompressor().compress(b"a program" * 1000)
-    assert compilation.is_whole(packed) and not compilation.is_whole(packed[:-1])
+    assert compile_cache.is_whole(packed) and not compile_cache.is_whole(packed[:-1])
 
 
 @pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES, errno.ENOSPC])
@@ -269,7 +269,7 @@ def test_two_processes_share_a_cache(tmp_path):
     answers = [json.loads(run.stdout)["output_ids"] for run in runs]
     assert answers[0] == answers[1] and len(answers[0]) == 4
     programs = list((tmp_path / "cache").glob("*-cache"))
-    assert programs and all(compilation.is_whole(path.read_bytes()) for path in programs)
+    assert programs and all(compile_cache.is_whole(path.read_bytes()) for path in programs)
 
 
 # What is read.

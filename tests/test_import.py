@@ -15,7 +15,7 @@ import pytest
 from checkpoint_files import GOLDEN, default_target, run_python
 
 import failfast_jax
-from failfast_jax.util import compilation, starting
+from failfast_jax.util import compilation, compile_cache, starting
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,13 +116,11 @@ def test_installed_scripts(name, interrupts, monkeypatch, capsys):
 
 
 def test_compilations_are_counted_where_it_is_asked_for():
-    """By all who ask, until the last one has enough: here the whole run does, see `conftest`."""
     with compilation.count_compiles() as outer:
         jax.jit(lambda x: x + 1.5)(1.0)
         with compilation.count_compiles() as inner:
             jax.jit(lambda x: x * 2.5)(1.0)
-        assert inner().requests >= 1 and outer().requests > inner().requests
-    assert outer().requests >= 2
+        assert inner.requests >= 1 and outer.requests > inner.requests
 
 
 def test_an_engine_takes_the_cache_that_it_is_told(tmp_path):
@@ -133,4 +131,4 @@ def test_an_engine_takes_the_cache_that_it_is_told(tmp_path):
         failfast_jax.FailFast(GOLDEN / "qwen2_target_160")
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     finally:
-        compilation.enable_compile_cache(before)
+        compile_cache.enable_compile_cache(before)

@@ -21,7 +21,7 @@ from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.runtime import model_runtime as runtime_module
 from failfast_jax.runtime.model_runtime import Request, RowLog, Runtime, Session
-from failfast_jax.util.compilation import compile_counts
+from failfast_jax.util.compilation import count_compiles
 
 CAPACITY = 128
 KINDS = tiers(["lookup", "wide", "dllm", "spiffy"], quick=["wide", "dllm"], long=None)
@@ -125,9 +125,9 @@ def test_a_second_insert_compiles_nothing(kind):
         return work.read(work.advance(state))
 
     again(0)
-    before = compile_counts()
-    again(2)
-    assert compile_counts().since(before).requests == 0
+    with count_compiles() as compiled:
+        again(2)
+    assert compiled.requests == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,9 +221,9 @@ def test_any_draft_can_be_verified_at_any_width():
     proposal = Draft.empty(1, 7).replace(length=jnp.asarray([7], jnp.int32))
     verified, state = work.verify(state, proposal)
     assert verified.picks.shape == (1, 8)
-    before = compile_counts()
-    work.verify(state, proposal)
-    assert compile_counts().since(before).requests == 0
+    with count_compiles() as compiled:
+        work.verify(state, proposal)
+    assert compiled.requests == 0
 
 
 def add(x, y, *, factor):

@@ -40,7 +40,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import SIMULATED_TPU
 from failfast_jax.models.attention_check import TOLERANCE
-from failfast_jax.util import command_line, compilation, hardware, progress
+from failfast_jax.util import command_line, compile_cache, hardware, progress
 from failfast_jax.util.files import user_path, write_json
 
 FORMAT = 1
@@ -148,7 +148,7 @@ def work(args: Namespace) -> int:
     Raises:
       OptionError: the file is another machine's, JAX's, version's or size's.
     """
-    compilation.enable_compile_cache()
+    compile_cache.enable_compile_cache()
     quick = args.quick or jax.default_backend() == "cpu"
     if quick:
         print("a dry run with small sizes: its figures say nothing of this hardware", file=sys.stderr)

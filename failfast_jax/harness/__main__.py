@@ -15,7 +15,7 @@ import logging
 import sys
 
 from failfast_jax.util import command_line, processes
-from failfast_jax.util.compilation import enable_compile_cache
+from failfast_jax.util.compile_cache import enable_compile_cache
 
 PROGRAM = "python -m failfast_jax.harness"
 

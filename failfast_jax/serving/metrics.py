@@ -9,7 +9,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from failfast_jax.serving.queue import Piece, Queue
-from failfast_jax.util.compilation import compile_counts
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 COUNTERS = {
@@ -40,7 +39,7 @@ class QueueCollector(Collector):
         for field, help in COUNTERS.items():
             yield CounterMetricFamily(f"failfast_{NAMES.get(field, field)}", help, value=getattr(counts, field))
         help = "programs that were compiled, or read from the compile cache"
-        yield CounterMetricFamily("failfast_compilations", help, value=compile_counts().requests)
+        yield CounterMetricFamily("failfast_compilations", help, value=self._queue.compilations.requests)
         requests = CounterMetricFamily("failfast_requests", "requests by reason of their end", labels=("reason",))
         for reason, count in sorted(dict(counts.finished).items()):
             requests.add_metric((reason,), count)

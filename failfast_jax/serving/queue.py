@@ -9,6 +9,7 @@ with Queue(engine, batch=4, capacity=1024) as queue:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -30,6 +31,7 @@ from failfast_jax.serving.serve_options import refuse_diffusion
 from failfast_jax.template_rendering import LONGEST_TEXT
 from failfast_jax.text_stream import TextStream
 from failfast_jax.util import processes
+from failfast_jax.util.compilation import count_compiles
 
 logger = logging.getLogger("failfast_jax")
 
@@ -238,6 +240,7 @@ class Queue:
 
     Attributes:
       error: the error that ended the queue's thread, if any.
+      compilations: compile counts of this process while the queue is open.
 
     Raises:
       OptionError: options that cannot be served.
@@ -253,6 +256,8 @@ class Queue:
         if engine.target.config.is_diffusion:
             raise OptionError(f"{engine.target_name}: a queue serves targets that write token by token")
         self.batch, self.capacity, self.logprobs = settings.batch, settings.capacity, settings.logprobs
+        self._counting = contextlib.ExitStack()
+        self.compilations = self._counting.enter_context(count_compiles())
         self.scheduler = Scheduler(engine.runtime, engine.build_drafter(self.config), settings)
         self.error: BaseException | None = None
         self._most_waiting = waiting
@@ -371,6 +376,7 @@ class Queue:
             self._inbox.put(None)
         if processes.is_primary():
             self._thread.join()
+        self._counting.close()
 
     def follow(self) -> None:
         """In processes other than the first: computes what its queue computes, until that is closed."""

@@ -23,7 +23,7 @@ import jax
 from failfast_jax._version import __version__
 from failfast_jax.errors import OptionError, is_failure, printable, printable_lines
 from failfast_jax.util import environment, files, hardware, processes, progress, starting, streams
-from failfast_jax.util.compilation import count_compiles, enable_compile_cache
+from failfast_jax.util.compile_cache import enable_compile_cache
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
 UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, NO_READER, TERMINATED = 1, 2, 3, 130, 141, 143
@@ -224,7 +224,6 @@ def _status(work: Callable[[], int | None], interrupted: str, where: str | None,
                 for enter in (streams.named_stdout, reraise_lost_signals, one_line_warnings, unwrap_signals):
                     inside.enter_context(enter())
                 inside.enter_context(processes.only_primary_prints())
-                inside.enter_context(count_compiles())
                 handler = progress.LogHandler()
                 handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
                 logging.basicConfig(handlers=[handler])

@@ -1,21 +1,15 @@
-"""Compiling: the persistent cache, honest counts, and executables that are looked up without tracing."""
+"""Compiling: honest counts, and executables that are looked up without tracing."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
-import logging
-import os
-import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,18 +17,8 @@ import numpy as np
 from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
-from failfast_jax.errors import OptionError
 from failfast_jax.util import numerics, progress
-from failfast_jax.util.files import user_path, write_atomically
 from failfast_jax.util.hardware import compiler_options
-
-logger = logging.getLogger("failfast_jax")
-
-CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
-"""Environment variable: a folder for compiled programs, or `off`."""
-
-CHECKED = "failfast_checked"
-"""File in that folder: programs older than it are known to be whole."""
 
 NAMES = {"start": "the start", "advance": "the loop over rounds", "advance_diffusion": "the loop over passes"}
 """Names in messages of functions of `runtime` and of bound objects, whose own names say little."""
@@ -43,97 +27,9 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
-def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
-    """Turns on JAX's persistent compilation cache for this process and returns its folder (None: off).
-
-    Commands do so by themselves. The measured costs of rounds are kept there, too.
-
-    Args:
-      where: a folder, or `off`. None: the variable FAILFAST_COMPILE_CACHE, else JAX's own setting, else
-        `failfast_jax` in the user's cache folder; if that cannot be written, the cache is off, with a warning.
-
-    Raises:
-      ValueError: the name of the folder is empty, or it cannot be created or written.
-    """
-    choice = str(where) if where is not None else os.environ.get(CACHE_VARIABLE) or None
-    if choice is not None and not choice.strip():
-        name = CACHE_VARIABLE if where is None else "--compile-cache"
-        raise OptionError(f"{name}: its value is empty; name a folder, or 'off'")
-    if choice is not None and choice.lower() == "off":
-        jax.config.update("jax_compilation_cache_dir", None)
-        return None
-    if choice is None and jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
-    folder = _usual_folder() if choice is None else user_path(choice)
-    advice = f"; name another folder with --compile-cache or {CACHE_VARIABLE}"
-    try:
-        if folder is None:
-            raise OSError("there is no home folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        drop_cut_off(folder)
-    except OSError as error:
-        where, reason = "compile cache" if folder is None else f"compile cache {folder}", error.strerror or error
-        if choice is None:  # nobody has asked for one
-            logger.warning("%s: %s (programs are compiled again next time)%s", where, reason, advice)
-            jax.config.update("jax_compilation_cache_dir", None)
-            return None
-        raise ValueError(f"{where}: {reason}{advice}, or turn it off with the value 'off'") from None
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    return folder
-
-
-def _usual_folder() -> Path | None:
-    """Returns `failfast_jax` in the user's cache folder; None for a user without a home folder.
-
-    Relative paths are ignored, as the XDG standard says.
-    """
-    home = os.environ.get("HOME", os.path.expanduser("~"))  # an empty one is none, and no root folder
-    folders = (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache"))
-    return next((Path(folder) / "failfast_jax" for folder in folders if os.path.isabs(folder)), None)
-
-
-def drop_cut_off(folder: Path) -> None:
-    """Removes from a compile cache programs that a kill or a full disk cut off.
-
-    JAX writes programs in place, cannot read those that are cut off, and never writes them again.
-
-    Raises:
-      OSError: the folder cannot be written.
-    """
-    checked = folder / CHECKED
-    since = checked.stat().st_mtime_ns if checked.exists() else 0
-    # Before the check: programs that are written meanwhile are checked the next time.
-    write_atomically(checked, "programs that are older are whole\n")
-    for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process removed it
-            newer = entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since
-            if newer and not is_whole(Path(entry.path).read_bytes()):
-                os.unlink(entry.path)
-
-
-def is_whole(compressed: bytes) -> bool:
-    """True if a compressed program can be unpacked: by zstd where JAX has that, else by zlib."""
-    if compressed.startswith(b"\x28\xb5\x2f\xfd"):
-        try:
-            zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "zstandard")
-        except ImportError:
-            return True  # JAX reads none either
-        with contextlib.suppress(zstd.ZstdError, EOFError):
-            zstd.decompress(compressed)
-            return True
-        return False
-    unpacking = zlib.decompressobj()
-    try:
-        unpacking.decompress(compressed)
-    except zlib.error:
-        return False
-    return unpacking.eof
-
-
 @dataclasses.dataclass
 class CompileCounts:
-    """Programs that XLA compiled in this process, and those that came from the persistent cache."""
+    """Programs that XLA compiled, or that came from the persistent cache, inside `count_compiles`."""
 
     requests: int = 0
     cache_hits: int = 0
@@ -144,49 +40,25 @@ class CompileCounts:
         # The backend-compile event fires for a cache hit, too.
         return self.requests - self.cache_hits
 
-    def since(self, earlier: CompileCounts) -> CompileCounts:
-        """Returns the counts after `earlier`."""
-        return CompileCounts(self.requests - earlier.requests, self.cache_hits - earlier.cache_hits)
-
-
-_counts = CompileCounts()
-_counting, _switching = 0, threading.Lock()
-"""Open `count_compiles` contexts: listeners are registered while there are any."""
-
-
-def compile_counts() -> CompileCounts:
-    """Returns JAX's compile events inside `count_compiles` so far; subtract two with `since`."""
-    return dataclasses.replace(_counts)
-
 
 @contextlib.contextmanager
-def count_compiles() -> Iterator[Callable[[], CompileCounts]]:
-    """Inside, JAX's compile events are counted in all threads; yields a function that returns the counts so far."""
-    global _counting
-    with _switching:
-        _counting += 1
-        if _counting == 1:
-            monitoring.register_event_duration_secs_listener(_on_duration)
-            monitoring.register_event_listener(_on_event)
-    before = compile_counts()
+def count_compiles() -> Iterator[CompileCounts]:
+    """Inside, counts JAX's compile events in all threads; the counts that it yields grow with each."""
+    counts = CompileCounts()
+
+    def on_duration(event: str, duration: float, **_: Any) -> None:
+        counts.requests += event == _BACKEND_COMPILE
+
+    def on_event(event: str, **_: Any) -> None:
+        counts.cache_hits += event == _CACHE_HIT
+
+    monitoring.register_event_duration_secs_listener(on_duration)
+    monitoring.register_event_listener(on_event)
     try:
-        yield lambda: compile_counts().since(before)
+        yield counts
     finally:
-        with _switching:
-            _counting -= 1
-            if not _counting:
-                monitoring.unregister_event_duration_listener(_on_duration)
-                monitoring.unregister_event_listener(_on_event)
-
-
-def _on_duration(event: str, duration: float, **_: Any) -> None:
-    if event == _BACKEND_COMPILE:
-        _counts.requests += 1
-
-
-def _on_event(event: str, **_: Any) -> None:
-    if event == _CACHE_HIT:
-        _counts.cache_hits += 1
+        monitoring.unregister_event_duration_listener(on_duration)
+        monitoring.unregister_event_listener(on_event)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,12 +129,6 @@ def _type_of(leaf: Any) -> Hashable:
         place = None  # arrays without a place, such as NumPy's, go there
     dtype = getattr(leaf, "dtype", type(leaf))
     return np.shape(leaf), dtype, bool(getattr(leaf, "weak_type", False)), place
-
-
-def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    options = compiler_options(jax.devices()[0])
-    with count_compiles():
-        return lowered.compile(compiler_options=options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +204,7 @@ class Executables:
             with numerics.defaults():
                 lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
             shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-            known = Compilation(self._pool.submit(_compile, lowered), shapes, name_of(program.function), self)
+            future = self._pool.submit(lambda: lowered.compile(compiler_options=compiler_options(jax.devices()[0])))
+            known = Compilation(future, shapes, name_of(program.function), self)
         self._programs[key] = known
         return known

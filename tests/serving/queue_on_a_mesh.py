@@ -38,7 +38,7 @@ def main() -> None:
         engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
         config = GenerationConfig(max_new_tokens=30, ignore_eos=True, **options)
         rows = {"batch": batch, "capacity": 160, "least_reuse": 8, "logprobs": 2}
-        with Queue(engine, config, **rows) as queue, count_compiles() as so_far:
+        with Queue(engine, config, **rows) as queue, count_compiles() as compiled:
             results = [queue.submit(prompt, temperature=0.8, seed=3, logprobs=2).result() for prompt in PROMPTS]
             answers = [queue.submit(prompt, temperature=0.8, seed=3) for prompt in PROMPTS]
             together = [answer.result().output_ids for answer in answers]
@@ -48,7 +48,7 @@ def main() -> None:
                 "logprobs": [[entry.logprob for entry in result.logprobs] for result in results],
                 "reused": [result.reused for result in results],
                 "drafted": sum(result.drafted for result in results),
-                "compiled": so_far().requests,
+                "compiled": compiled.requests,
             }
     print(json.dumps(report))
 

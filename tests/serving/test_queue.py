@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from failfast_jax import GenerationConfig
 from failfast_jax.errors import OptionError, PromptError, PromptTooLong
 from failfast_jax.serving.queue import Finished, Queue, QueueClosed, QueueFull
-from failfast_jax.util.compilation import compile_counts
+from failfast_jax.util.compilation import count_compiles
 
 CAPACITY = 160
 METHODS = {
@@ -84,11 +84,11 @@ def alone(prompt: list[int], sequence: int = 0, **options) -> list[int]:
 def test_each_answer_is_what_it_is_alone(kind):
     """48 requests over three rows, in order and shuffled; nothing is compiled once everything is warm."""
     submissions, work = requests(48), queue(kind)
-    before = compile_counts()
-    results = answers(work, submissions)
     order = random.Random(1).sample(range(48), 48)
-    shuffled = answers(work, [submissions[number] for number in order])
-    assert compile_counts().since(before).requests == 0
+    with count_compiles() as compiled:
+        results = answers(work, submissions)
+        shuffled = answers(work, [submissions[number] for number in order])
+    assert compiled.requests == 0
     assert [result.output_ids for result in shuffled] == [results[number].output_ids for number in order]
     assert [result.prompt_ids for result in results] == [submission["prompt"] for submission in submissions]
     assert sum(len(result.output_ids) for result in results + shuffled) == work.scheduler.counts.output_tokens

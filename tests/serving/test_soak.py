@@ -24,7 +24,6 @@ from tiny_engines import engine
 from failfast_jax import GenerationConfig
 from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
-from failfast_jax.util.compilation import compile_counts
 
 pytestmark = pytest.mark.usefixtures("few_widths")
 
@@ -58,7 +57,7 @@ def test_a_busy_queue(exact):
     dice, outputs, memory = random.Random(0), {}, []
     kinds = [request(dice) for _ in range(24)]
     with Queue(engine(), config, batch=3, capacity=CAPACITY, least_reuse=8) as queue:
-        before, end, answered, cancelled = compile_counts(), time.monotonic() + SECONDS, 0, 0
+        end, answered, cancelled, compiled = time.monotonic() + SECONDS, 0, 0, queue.compilations.requests
         while time.monotonic() < end or answered < 80:
             chosen = [dice.randrange(len(kinds)) for _ in range(dice.randrange(1, 12))]
             answers = [queue.submit(**kinds[kind]) for kind in chosen]
@@ -75,7 +74,7 @@ def test_a_busy_queue(exact):
                 elif exact:
                     assert outputs.setdefault(kind, result.output_ids) == result.output_ids
             memory.append(resident_mb())
-        assert cancelled and compile_counts().since(before).requests == 0
+        assert cancelled and queue.compilations.requests == compiled
         assert (queue.scheduler.counts.reused_tokens > 0) == (not exact)
     tenth = len(memory) // 10
     if SECONDS >= 60:  # after the first tenth of the time memory may not grow
@@ -127,10 +126,10 @@ def test_a_server_whose_clients_hang_up():
         ThreadPoolExecutor(20) as pool,
     ):
         for leave in (lambda number: number % 3 == 0, lambda number: False):
-            compiled, counts = compile_counts(), copy.deepcopy(queue.scheduler.counts)
+            compiled, counts = queue.compilations.requests, copy.deepcopy(queue.scheduler.counts)
             records = [*pool.map(lambda number, leave=leave: ask(site.url, number, leave(number)), range(60))]
             until(lambda: not queue.unfinished)
-            assert compile_counts().since(compiled).requests == 0
+            assert queue.compilations.requests == compiled
             answered, now = [record for record in records if record], queue.scheduler.counts
             finished = sum(now.finished[reason] - counts.finished[reason] for reason in ENDS)
             missing = now.output_tokens - counts.output_tokens - sum(record["tokens"] for record in answered)

@@ -1,0 +1,112 @@
+"""JAX's persistent cache of compiled programs: its folder, and the programs in it that a kill cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+
+from failfast_jax.errors import OptionError
+from failfast_jax.util.files import user_path, write_atomically
+
+logger = logging.getLogger("failfast_jax")
+
+CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
+"""Environment variable: a folder for compiled programs, or `off`."""
+
+CHECKED = "failfast_checked"
+"""File in that folder: programs older than it are known to be whole."""
+
+
+def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
+    """Turns on JAX's persistent compilation cache for this process and returns its folder (None: off).
+
+    Commands do so by themselves. The measured costs of rounds are kept there, too.
+
+    Args:
+      where: a folder, or `off`. None: the variable FAILFAST_COMPILE_CACHE, else JAX's own setting, else
+        `failfast_jax` in the user's cache folder; if that cannot be written, the cache is off, with a warning.
+
+    Raises:
+      ValueError: the name of the folder is empty, or it cannot be created or written.
+    """
+    choice = str(where) if where is not None else os.environ.get(CACHE_VARIABLE) or None
+    if choice is not None and not choice.strip():
+        name = CACHE_VARIABLE if where is None else "--compile-cache"
+        raise OptionError(f"{name}: its value is empty; name a folder, or 'off'")
+    if choice is not None and choice.lower() == "off":
+        jax.config.update("jax_compilation_cache_dir", None)
+        return None
+    if choice is None and jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    folder = _usual_folder() if choice is None else user_path(choice)
+    advice = f"; name another folder with --compile-cache or {CACHE_VARIABLE}"
+    try:
+        if folder is None:
+            raise OSError("there is no home folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        drop_cut_off(folder)
+    except OSError as error:
+        where, reason = "compile cache" if folder is None else f"compile cache {folder}", error.strerror or error
+        if choice is None:  # nobody has asked for one
+            logger.warning("%s: %s (programs are compiled again next time)%s", where, reason, advice)
+            jax.config.update("jax_compilation_cache_dir", None)
+            return None
+        raise ValueError(f"{where}: {reason}{advice}, or turn it off with the value 'off'") from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return folder
+
+
+def _usual_folder() -> Path | None:
+    """Returns `failfast_jax` in the user's cache folder; None for a user without a home folder.
+
+    Relative paths are ignored, as the XDG standard says.
+    """
+    home = os.environ.get("HOME", os.path.expanduser("~"))  # an empty one is none, and no root folder
+    folders = (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache"))
+    return next((Path(folder) / "failfast_jax" for folder in folders if os.path.isabs(folder)), None)
+
+
+def drop_cut_off(folder: Path) -> None:
+    """Removes from a compile cache programs that a kill or a full disk cut off.
+
+    JAX writes programs in place, cannot read those that are cut off, and never writes them again.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    checked = folder / CHECKED
+    since = checked.stat().st_mtime_ns if checked.exists() else 0
+    # Before the check: programs that are written meanwhile are checked the next time.
+    write_atomically(checked, "programs that are older are whole\n")
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            newer = entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since
+            if newer and not is_whole(Path(entry.path).read_bytes()):
+                os.unlink(entry.path)
+
+
+def is_whole(compressed: bytes) -> bool:
+    """True if a compressed program can be unpacked: by zstd where JAX has that, else by zlib."""
+    if compressed.startswith(b"\x28\xb5\x2f\xfd"):
+        try:
+            zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "zstandard")
+        except ImportError:
+            return True  # JAX reads none either
+        with contextlib.suppress(zstd.ZstdError, EOFError):
+            zstd.decompress(compressed)
+            return True
+        return False
+    unpacking = zlib.decompressobj()
+    try:
+        unpacking.decompress(compressed)
+    except zlib.error:
+        return False
+    return unpacking.eof

@@ -97,7 +97,7 @@ class FailFast:
     Args:
       pair: the loaded models and their tokenizer; see `checkpoints.pair`.
       drafter: only of the former spelling.
-      options: `max_seq_len`, `programs` and `costs` are taken from it; see `LoadOptions`.
+      options: `max_seq_len`, `programs`, `costs` and `widths` are taken from it; see `LoadOptions`.
       changes: replace single fields of `options`.
 
     Attributes:
@@ -123,9 +123,8 @@ class FailFast:
             raise OptionError("FailFast(): has no models; FailFast.load() loads the default pair")
         if not isinstance(pair, Pair):
             pair = _opened(pair, drafter, options)
-        self.runtime = Runtime(
-            pair.target, pair.drafter, max_seq_len=options.max_seq_len, programs=options.programs, costs=options.costs
-        )
+        shared = {name: getattr(options, name) for name in ("max_seq_len", "programs", "costs", "widths")}
+        self.runtime = Runtime(pair.target, pair.drafter, **shared)
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
         self.eos_token_ids = stop_tokens(pair.target.config, pair.tokenizer)

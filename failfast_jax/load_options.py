@@ -21,6 +21,7 @@ class LoadOptions(CommandOptions):
       tokenizer, drafter_tokenizer: transformers tokenizers for models that are in memory already; None: the one in the
         model's folder.
       programs: a store of compiled programs to share, `engine.runtime.programs`.
+      widths: a `decoding.width_plan.Widths` to choose the widths of passes from; None: the platform's.
     """
 
     method: str | None = option(None, "method to load for: a drafter that it does not use is not read")
@@ -42,6 +43,7 @@ class LoadOptions(CommandOptions):
     tokenizer: Any = None
     drafter_tokenizer: Any = None
     programs: Any = None
+    widths: Any = None
 
     def __post_init__(self) -> None:
         for name in ("compile_cache", "costs"):

@@ -32,11 +32,12 @@ import xla_flags
 
 xla_flags.suit_the_platform(quick=not OPTIMIZED)
 
+import width_sets
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 
 from failfast_jax import load_model
-from failfast_jax.decoding import width_plan
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
 from failfast_jax.policy import cost_book
 from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.util import progress
@@ -46,9 +47,9 @@ enable_compile_cache()
 # Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and after each file.
 gc.freeze()
 gc.set_threshold(100_000, 50, 100)
-USERS_WIDTHS = {"CPU_LADDER": width_plan.CPU_LADDER, "CPU_PREFILL_WIDTHS": width_plan.CPU_PREFILL_WIDTHS}
+USERS_WIDTHS = DEFAULT_WIDTHS["cpu"]
 if not OPTIMIZED:  # a program has a pass of each width in it
-    width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 16, 64), (32, 128)
+    DEFAULT_WIDTHS["cpu"] = width_sets.SUITE
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
 
@@ -95,20 +96,17 @@ def cheap_rows(widths: tuple[int, ...]) -> Costs:
 
 
 @pytest.fixture
-def users_widths(monkeypatch):
-    """Sets the widths of users; most tests use fewer."""
-    for name, widths in USERS_WIDTHS.items():
-        monkeypatch.setattr(width_plan, name, widths)
+def users_widths():
+    """The widths of users; most tests use fewer."""
+    return USERS_WIDTHS
 
 
 @pytest.fixture(scope="module")
 def few_widths():
-    """Sets few widths for short texts and drafts: each width is compiled, and checked under `exact`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(width_plan, "CPU_LADDER", (1, 8, 16))
-        patch.setattr(width_plan, "CPU_PREFILL_WIDTHS", (32,))
-        patch.setattr(width_plan, "EXACT_WIDTH", 24)
-        yield
+    """Makes few widths for short texts and drafts the default of a file."""
+    before, DEFAULT_WIDTHS["cpu"] = DEFAULT_WIDTHS["cpu"], width_sets.SHORT
+    yield
+    DEFAULT_WIDTHS["cpu"] = before
 
 
 @pytest.fixture(autouse=True)

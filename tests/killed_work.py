@@ -17,13 +17,14 @@ import transformers
 import uvicorn
 from checkpoint_files import GOLDEN
 from served import chat_engine
+from width_sets import SHORTEST
 
 from convert import qwen2
 from failfast_jax import generate, serve
 from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import run as bench_run
 from failfast_jax.checkpoints.checkpoint import load_model
-from failfast_jax.decoding import width_plan
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
 from failfast_jax.serving import app
 from failfast_jax.train import __main__ as train
 from failfast_jax.train import train_command
@@ -58,7 +59,7 @@ def digest(content: bytes) -> str:
 
 def prepare(folder: Path) -> dict[str, Work]:
     """The work, by name; what it shares lies in `folder`."""
-    width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+    DEFAULT_WIDTHS["cpu"] = SHORTEST
     # Killed in the middle of writing a program, they may leave one that is cut off: not among other tests' programs.
     given = os.environ.get("FAILFAST_COMPILE_CACHE")
     os.environ["FAILFAST_COMPILE_CACHE"] = str(folder / "cache" if given in (None, "off") else Path(given) / "kills")

@@ -14,8 +14,8 @@ from tiny_engines import diffusion_engine, engine, lossless, new_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.decoding import width_plan as plans
 from failfast_jax.decoding.exact_widths import interchangeable_widths
+from failfast_jax.decoding.width_plan import Widths
 from failfast_jax.drafters import METHODS
 from failfast_jax.drafters.lookup import LookupOptions
 from failfast_jax.errors import NonFiniteError, PromptError
@@ -282,9 +282,7 @@ def depends_on_width(monkeypatch, width_matters) -> None:
 def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, warned):
     """Narrow widths differ from wide ones: they are not used. All differ: one constant width serves."""
     depends_on_width(monkeypatch, lambda w: w < 17 if narrowest == 17 else w not in (64, 72))
-    monkeypatch.setattr(plans, "CPU_LADDER", (1, 8, 32))
-    monkeypatch.setattr(plans, "CPU_PREFILL_WIDTHS", (32,))
-    fresh = new_engine()
+    fresh = new_engine(widths=Widths(verify=(1, 8, 32), prefill=(32,)))
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         lossless(fresh, [[5, 6, 7]], method="failfast", max_new_tokens=30, ignore_eos=True, exact=True, **DRAFTS)
     assert ("every step runs at 72 rows" in caplog.text) is warned

@@ -18,7 +18,7 @@ from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, first_difference
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.model_folder import ModelFolder
-from failfast_jax.decoding import width_plan
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Widths
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
@@ -44,9 +44,10 @@ def engine():
     """Every prompt in one bucket, so that each program is compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runtime, "SMALLEST_CAPACITY", 512)
-        patch.setattr(width_plan, "CPU_PREFILL_WIDTHS", (32, 128))
         model, tokenizer = ModelFolder(GGUF).load()
-        yield FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer)
+        few = Widths(DEFAULT_WIDTHS["cpu"].verify, prefill=(32, 128))
+        tokenizers = {"tokenizer": tokenizer, "drafter_tokenizer": tokenizer}
+        yield FailFast.load(model, as_untrained_drafter(model), widths=few, **tokenizers)
 
 
 def test_the_file_is_the_one_that_transformers_read():

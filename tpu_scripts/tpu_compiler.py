@@ -42,7 +42,7 @@ from tpu_scripts import hlo
 CONTEXTS = (1024, 8192, 32768)
 """Live positions at which passes are costed; the table shows the first."""
 WIDTHS = (8, 16, 64)
-"""Rows: a step of plain decoding, a verify of ten tokens, and of longer drafts (`decoding.width_plan.TPU_LADDER`)."""
+"""Rows: a step of plain decoding, a verify of ten tokens, and of longer drafts (`width_plan.DEFAULT_WIDTHS`)."""
 TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 325
 """Of the attention kernel, for a tile and for each position of it, and for writing the window on the way: by the
 instruction bundles of the kernel compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512; 1,837 in all

@@ -33,9 +33,8 @@ from failfast_jax.bench.timing import interleaved, medians
 from failfast_jax.decoding.decode_state import RoundLog
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import Never
-from failfast_jax.decoding.width_plan import ACCELERATOR_ROWS, Plan, buffer_length, make_plan
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Plan, buffer_length, make_plan
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Execution, execution_of
 from failfast_jax.models.transformer import Decoder
@@ -196,7 +195,7 @@ class ReplayedPair:
         """Of verifies: those of the rounds and, where widths are not a ladder, the one for a draft of 60. Of passes."""
         verify = set(self.plan.widths)
         if self.options.platform != "cpu":
-            verify.add(round_up(DEFAULT_CAP + 1, ACCELERATOR_ROWS))
+            verify.add(DEFAULT_WIDTHS[self.options.platform].ladder(DEFAULT_CAP + 1)[-1])
         return sorted(verify), list(range(drafter.block, drafter.window + 1, drafter.block))
 
     def _programs(self) -> dict[Key, tuple[Callable, Any]]:

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from failfast_jax.decoding import width_plan as plans
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.width_plan import Widths
 from failfast_jax.models.kv_cache import KVCache, round_up
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
@@ -108,31 +108,26 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 class WidthCheck:
-    """Which widths may serve a target under `exact`, found out once for each width and batch size."""
+    """The widths that may serve a target under `exact`; each is checked once per batch size."""
 
-    def __init__(self, target: Decoder):
-        self.target = target
+    def __init__(self, target: Decoder, widths: Widths):
+        self.target, self._widths = target, widths
         self._checked: dict[int, dict[int, bool]] = {}
 
     def widths(self, drafter: Drafter, batch: int) -> tuple[int, ...]:
-        """The widths that `make_plan` may choose from for a drafter; none: the constant width has to serve.
+        """Returns the widths that `make_plan` may choose from for a drafter; none: the constant width has to serve.
 
         On CPU those that the kernels serve give bit-identical rows. Those that do not are left out.
         """
-        # The constant width is one of them: another method may have to fall back to it.
-        ladder = plans.cpu_ladder(drafter.max_draft + 1)
-        candidates = {*ladder, *plans.CPU_PREFILL_WIDTHS, plans.EXACT_WIDTH}
+        constant, prefill = self._widths.exact, {*self._widths.prefill}
+        # The whole ladder, and the constant width: another drafter may need them, and a later check starts anew.
+        candidates = {*self._widths.verify, *self._widths.ladder(drafter.max_draft + 1), *prefill, constant}
         checked = self._checked.setdefault(batch, {})
-        unchecked = tuple(sorted(candidates - checked.keys()))
-        if unchecked:
-            fine = interchangeable_widths(self.target, unchecked, batch=batch)
-            checked |= {width: width in fine for width in unchecked}
-        widths = tuple(sorted(width for width in candidates if checked[width]))
-        if (
-            checked[plans.EXACT_WIDTH]
-            and max(widths) > drafter.max_draft
-            and set(widths) & set(plans.CPU_PREFILL_WIDTHS)
-        ):
-            return widths
-        logger.warning("exact: rows differ between widths here; every step runs at %d rows", plans.EXACT_WIDTH)
+        if unchecked := tuple(sorted(candidates - checked.keys())):
+            identical = interchangeable_widths(self.target, unchecked, batch=batch)
+            checked |= {width: width in identical for width in unchecked}
+        widths = {width for width in candidates if checked[width]}
+        if constant in widths and max(widths) > drafter.max_draft and widths & prefill:
+            return tuple(sorted(widths))
+        logger.warning("exact: rows differ between widths here; every step runs at %d rows", constant)
         return ()

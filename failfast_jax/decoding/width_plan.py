@@ -7,17 +7,42 @@ import dataclasses
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.models.kv_cache import TILE, TPU_TILE, round_up
 
-CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
-"""Multiples of the rows that `kernels.cpu_product` sums at once. Beyond a few, arithmetic bounds a step there: a verify
-is as narrow as it can be."""
-CPU_PREFILL_WIDTHS = (32, 128, 256, 512)
-TPU_LADDER = (16, 64)
-"""Memory bounds a step there: by the compiler, 8 rows cost within 3 % of 16 in most programs (a seventh less on eight
-chips, in one); but 64 cost up to a quarter more, and most drafts are short."""
-ACCELERATOR_ROWS = 8
-"""On TPU and GPU verifies are padded to a multiple of this; on GPU they have one width."""
-EXACT_WIDTH = 72
-"""The constant width of every target step under `exact`."""
+
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """The widths that `make_plan` chooses from, in rows. Each one that a plan holds is compiled.
+
+    Attributes:
+      verify: ascending verify widths; drafts too long for them have a width of their own.
+      prefill: ascending chunk widths of the prefill.
+      multiple: the width of the longest draft is rounded up to this, if `verify` does not hold it.
+      exact: the constant width of every target step under `exact`, where rows differ between widths.
+    """
+
+    verify: tuple[int, ...]
+    prefill: tuple[int, ...]
+    multiple: int = 32
+    exact: int = 72
+
+    def ladder(self, rows: int) -> tuple[int, ...]:
+        """Returns the verify widths for at most `rows` rows: the last one holds them.
+
+        With `verify` 16 64 and `multiple` 8: 11 rows -> 16;  61 rows -> 16 64;  81 rows -> 16 64 88.
+        """
+        widest = round_up(rows, self.multiple)
+        return *(width for width in self.verify if width < widest), widest
+
+
+DEFAULT_WIDTHS = {
+    # Multiples of the rows that `kernels.cpu_product` sums at once. Beyond a few, arithmetic bounds a step: a verify is
+    # as narrow as it can be.
+    "cpu": Widths(verify=(1, 4, 8, 16, 32, 64, 96, 128), prefill=(32, 128, 256, 512)),
+    "gpu": Widths(verify=(), prefill=(128, 512, 2048), multiple=8),
+    # Memory bounds a step: by the compiler, 8 rows cost within 3 % of 16 in most programs (a seventh less on eight
+    # chips, in one); but 64 cost up to a quarter more, and most drafts are short.
+    "tpu": Widths(verify=(16, 64), prefill=(128, 512, 2048), multiple=8),
+}
+"""By platform; an entry may be replaced, for example by fewer widths where compiling takes longer than running."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +64,17 @@ class Plan:
     tile: int = TILE
 
 
-def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchangeable: tuple[int, ...] = ()) -> Plan:
+def make_plan(
+    drafter: Drafter,
+    *,
+    platform: str,
+    exact: bool = False,
+    interchangeable: tuple[int, ...] = (),
+    widths: Widths | None = None,
+) -> Plan:
     """Chooses the widths for a drafter on a platform.
+
+    Example: on CPU, for drafts of 4, 9 or 10 tokens, verifies of 8 and 16 rows: the narrowest that hold 5, 10 and 11.
 
     Args:
       drafter: its `shape` decides.
@@ -49,6 +83,7 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
         every step, the prefill's too.
       interchangeable: under `exact`, widths whose rows were shown to be bit-identical; they serve as the
         ladder instead of the constant width.
+      widths: the choice; None: the platform's in `DEFAULT_WIDTHS`.
 
     Returns:
       Static: pass it to `jit` by name in `static_argnames`.
@@ -57,37 +92,23 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
       ValueError: a drafter that reads the target's features, and whose `chunk_multiple` does not divide the widths of
         the target's prefill.
     """
-    shape = drafter.shape
-    multiple, longest = shape.chunk_multiple, shape.longest + 1
-    tile = TPU_TILE if platform == "tpu" else TILE
-    if exact and not interchangeable:
-        drafter_prefill = (round_up(EXACT_WIDTH, multiple),)
-        return _with_features(drafter, Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, True, tile))
-    if platform == "cpu":
-        ladder = interchangeable if exact else cpu_ladder(longest)
-        prefill = tuple(w for w in CPU_PREFILL_WIDTHS if not exact or w in interchangeable)
-    else:
-        widest = round_up(longest, ACCELERATOR_ROWS)
-        ladder = (*(w for w in TPU_LADDER if platform == "tpu" and w < widest), widest)
-        prefill = (128, 512, 2048)
-    needed = {min(w for w in ladder if w > length) for length in (*shape.lengths, shape.longest)}
-    widths = tuple(sorted(needed))
-    drafter_prefill = tuple(round_up(w, multiple) for w in prefill)
-    return _with_features(drafter, Plan(widths, prefill if exact else drafter_prefill, drafter_prefill, tile=tile))
-
-
-def _with_features(drafter: Drafter, plan: Plan) -> Plan:
-    if drafter.shape.feature_layers and plan.prefill_widths != plan.drafter_prefill_widths:
+    shape, widths = drafter.shape, widths or DEFAULT_WIDTHS[platform]
+    constant = exact and not interchangeable
+    ladder, prefill = widths.ladder(shape.longest + 1), widths.prefill
+    if exact:
+        ladder = interchangeable or (widths.exact,)
+        prefill = tuple(w for w in widths.prefill if w in interchangeable) or (widths.exact,)
+    drafter_prefill = tuple(round_up(w, shape.chunk_multiple) for w in prefill)
+    prefill = prefill if exact else drafter_prefill
+    if shape.feature_layers and prefill != drafter_prefill:
         raise ValueError(
             f"{type(drafter).__name__} reads the target's features, so both must prefill in the same chunks: its "
-            f"chunk_multiple {drafter.shape.chunk_multiple} does not divide the target's {plan.prefill_widths}"
+            f"chunk_multiple {shape.chunk_multiple} does not divide the target's {prefill}"
         )
-    return plan
-
-
-def cpu_ladder(longest: int) -> tuple[int, ...]:
-    """Verify widths on CPU; the last one holds `longest` rows."""
-    return CPU_LADDER if longest <= CPU_LADDER[-1] else (*CPU_LADDER, round_up(longest, 32))
+    lengths = (*shape.lengths, shape.longest)
+    needed = {widths.exact} if constant else {min(w for w in ladder if w > length) for length in lengths}
+    tile = TPU_TILE if platform == "tpu" else TILE
+    return Plan(tuple(sorted(needed)), prefill, drafter_prefill, constant, tile)
 
 
 def buffer_length(capacity: int, drafter: Drafter, plan: Plan) -> int:

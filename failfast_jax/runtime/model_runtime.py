@@ -29,7 +29,7 @@ from failfast_jax.decoding.diffusion_decoding import BlockSchedule
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.exact_widths import WidthCheck
 from failfast_jax.decoding.placement import StatePlacement
-from failfast_jax.decoding.width_plan import Plan, make_plan
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Plan, Widths, make_plan
 from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.models import sharding
 from failfast_jax.models.transformer import Decoder
@@ -57,6 +57,7 @@ class Runtime:
       max_seq_len: maximum tokens of prompt and output together; None: the models' context.
       programs: a store of compiled programs to share with another runtime.
       costs: a file with the costs of rounds; None: they are measured when first needed.
+      widths: the widths to choose from; None: the platform's, `decoding.width_plan.DEFAULT_WIDTHS`.
 
     Attributes:
       platform: `cpu`, `gpu` or `tpu`, which decides widths and defaults; the target's (`Execution.platform`).
@@ -77,6 +78,7 @@ class Runtime:
         *,
         programs: Executables | None = None,
         costs: str | os.PathLike | None = None,
+        widths: Widths | None = None,
     ):
         if mesh is not None:
             target = target.spread(mesh, drafter=False)
@@ -91,7 +93,8 @@ class Runtime:
         self.max_seq_len = max_seq_len or context
         self.programs = programs or Executables()
         self.costs = CostBook(costs)
-        self.width_check = WidthCheck(target)
+        self.widths = widths or DEFAULT_WIDTHS[self.platform]
+        self.width_check = WidthCheck(target, self.widths)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -117,10 +120,8 @@ class Runtime:
           exact: widths whose rows are bit-identical; the first time a self-check of some seconds may measure them.
           batch: sequences that are decoded together, for that check.
         """
-        if not exact or self.platform != "cpu":
-            return make_plan(drafter, platform=self.platform, exact=exact)
-        widths = self.width_check.widths(drafter, batch)
-        return make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
+        identical = self.width_check.widths(drafter, batch) if exact and self.platform == "cpu" else ()
+        return make_plan(drafter, platform=self.platform, exact=exact, interchangeable=identical, widths=self.widths)
 
     def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:
         """Returns the capacity of a row: a bucket that holds prompt, output and a draft, at most `max_seq_len`.

@@ -19,7 +19,6 @@ from tiny_models import VOCAB, diffusion_config, prefilled, random_model, tiny_c
 from failfast_jax import decoding
 from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter, StopRule, token_tree
 from failfast_jax.decoding.decode_state import FAILED, FINISHED_LENGTH, RUNNING, Verified
-from failfast_jax.decoding.width_plan import EXACT_WIDTH
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.branch_tree import TreeDrafter
@@ -342,7 +341,7 @@ def test_plans_hold_every_draft(kind, platform, exact):
     assert list(plan.widths) == sorted(set(plan.widths))
     assert plan.constant is exact
     if exact:
-        assert plan.widths == plan.prefill_widths == (EXACT_WIDTH,)
+        assert plan.widths == plan.prefill_widths == (72,)
     else:
         assert plan.widths[-1] > drafter.max_draft
     assert all(width % drafter.shape.chunk_multiple == 0 for width in plan.drafter_prefill_widths)
@@ -355,7 +354,7 @@ def test_plans_hold_every_draft(kind, platform, exact):
 def test_a_tpu_verifies_at_a_few_widths(platform, longest, widths):
     drafter = make_drafter("wide").replace(spec_len=10, max_spec_len=longest)
     assert decoding.make_plan(drafter, platform=platform).widths == widths
-    assert decoding.make_plan(drafter, platform=platform, exact=True).widths == (EXACT_WIDTH,)
+    assert decoding.make_plan(drafter, platform=platform, exact=True).widths == (72,)
     assert decoding.make_plan(Drafter(), platform=platform).widths == (8,)
     assert all(
         tpu_attention.supports(width=w, heads=40, kv_heads=8, capacity=512, head_dim=128, dtype=jnp.bfloat16) is None

@@ -14,9 +14,9 @@ from jaxtyping import Array
 from test_eagle3 import TREE, answers, engine, paths
 from tiny_models import VOCAB
 
-from failfast_jax.decoding import width_plan
 from failfast_jax.decoding.decode_state import Tree
 from failfast_jax.decoding.token_tree import best_part, deepest, path_chances, trials
+from failfast_jax.decoding.width_plan import Widths
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.policy import cost_book
 from failfast_jax.policy.auto_choice import Auto
@@ -174,7 +174,7 @@ def test_where_rows_are_dear_no_tree_is_drafted():
 
 def test_trees_are_verified_in_the_narrowest_width(monkeypatch):
     """Where a fifth row costs much, trees have three nodes, fewer than their longest path could have; rows differ."""
-    monkeypatch.setattr(width_plan, "CPU_LADDER", (1, 4, 8, 16))
+    monkeypatch.setattr(engine().runtime, "widths", Widths(verify=(1, 4, 8, 16), prefill=(32, 128)))
     options = {"method": "auto", **TREE, "max_new_tokens": 50}
     with priced({1: 1.0, 4: 1.01, 8: 3.0, 16: 3.1}, 0.001):
         results = answers(PROMPTS[:2], None, **options)

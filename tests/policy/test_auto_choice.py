@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int
 from tiers import tiers
-from tiny_engines import engine, extended_engine, lossless
+from tiny_engines import engine, extended_engine, lossless, new_engine
 
 from failfast_jax import FailFast
 from failfast_jax.decoding.decode_state import RUNNING, Committed, Draft, Outcome
@@ -397,7 +397,7 @@ def table_for(session, draft: float) -> Costs:
 
 def test_no_token_changes_on_the_ladder_of_users(users_widths):
     """The prompt is long enough for a wide prefill, and repeats itself, so that drafts of several widths are right."""
-    model, prompt = engine(), PROMPTS[0] * 14
+    model, prompt = new_engine(widths=users_widths), PROMPTS[0] * 14
     options = {"method": "auto", "max_spec_len": 31}
     results = lossless(model, [prompt], max_new_tokens=48, ignore_eos=True, **options)
     made = model.runtime.plan(model.build_drafter(GenerationConfig(**options)))

@@ -11,9 +11,9 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 from tiny_models import diffusion_config, random_model, tiny_config
+from width_sets import SHORTEST
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.decoding import width_plan
 from failfast_jax.serving.queue import Queue
 from failfast_jax.util.compilation import count_compiles
 
@@ -30,12 +30,11 @@ CASES = {
 
 
 def main() -> None:
-    width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
     target = random_model(tiny_config(num_layers=1, num_heads=8, num_kv_heads=4, hidden_size=64), seed=1)
     drafter = random_model(diffusion_config(), seed=2)
     report = {}
     for name, (tensor, data, batch, options) in CASES.items():
-        engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
+        engine = FailFast.load(target, drafter, tensor_parallel=tensor, data_parallel=data, widths=SHORTEST)
         config = GenerationConfig(max_new_tokens=30, ignore_eos=True, **options)
         rows = {"batch": batch, "capacity": 160, "least_reuse": 8, "logprobs": 2}
         with Queue(engine, config, **rows) as queue, count_compiles() as compiled:

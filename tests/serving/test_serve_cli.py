@@ -30,10 +30,11 @@ TARGET = str(GOLDEN / "qwen2_target_160")
 SERVER = """
 import conftest  # programs that compile quickly
 from failfast_jax import serve
-from failfast_jax.decoding import width_plan
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
 from served import chat_engine
+from width_sets import SHORTEST
 
-width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+DEFAULT_WIDTHS["cpu"] = SHORTEST
 serve.load = lambda args: chat_engine()
 options = "--method lookup --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
 raise SystemExit(serve.main(options.split()))

@@ -32,17 +32,19 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = f"""
 import sys
 from failfast_jax import chat, serve
-from failfast_jax.decoding import width_plan
 from served import ChatPieces, HarnessPieces
 from tiny_engines import new_engine
+from width_sets import SHORTEST
 
-width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
-pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces()}}
+pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces(), "widths": SHORTEST}}
 if sys.argv[1] == "harness":
     from failfast_jax.harness import __main__ as harness, model as lm_eval_model
 
     lm_eval_model.FailFast.load = lambda target, drafter, options: new_engine(
-        tensor_parallel=options.tensor_parallel, tokenizer=HarnessPieces(), drafter_tokenizer=HarnessPieces()
+        tensor_parallel=options.tensor_parallel,
+        tokenizer=HarnessPieces(),
+        drafter_tokenizer=HarnessPieces(),
+        widths=SHORTEST,
     )
     raise SystemExit(harness.main(sys.argv[2:]))
 command = {{"serve": serve, "chat": chat}}[sys.argv[1]]

@@ -219,11 +219,10 @@ class Scheduler:
 
     def abandon(self, error: BaseException) -> None:
         """Ends every job with an error."""
-        for job in (*self._jobs(), *self._arrived):
-            self._end(job, ERROR, error=error)
-        self._arrived.clear()
-        self._waiting.clear()
-        self._current, self._rows = None, [_Row() for _ in self._rows]
+        self._waiting += self._arrived
+        self._arrived = []
+        for job in self._jobs():
+            self._end(job, ERROR, error)
 
     def _jobs(self) -> list[Job]:
         """Jobs that have a row, are being prefilled, or wait."""
@@ -240,8 +239,13 @@ class Scheduler:
             requests, reasons, last = processes.broadcast_from_primary([requests, reasons, last])
             if not processes.is_primary():
                 arrived = [Job(Request(*fields), logprobs) for fields, logprobs in requests]
+                jobs += arrived
         self._waiting += arrived
-        self._drop({id(job): reason for job, reason in zip(self._jobs(), reasons, strict=True) if reason})
+        ended = {job: reason for job, reason in zip(jobs, reasons, strict=True) if reason}
+        if rows := [number for number, row in enumerate(self._rows) if row.job in ended]:
+            self._state = self.session.end(self._state, rows)
+        for job, reason in ended.items():
+            self._end(job, reason)
         return not last
 
     def _work(self) -> None:
@@ -259,25 +263,11 @@ class Scheduler:
         self.counts.busy_rows += self.busy
         self._deliver(progress.ids, progress.finish)
 
-    def _drop(self, reasons: dict[int, str]) -> None:
-        """Ends the jobs with these `id`s."""
-        for job in [job for job in self._waiting if id(job) in reasons]:
-            self._waiting.remove(job)
-            self._end(job, reasons[id(job)])
-        if self._current is not None and id(self._current.job) in reasons:
-            self._end(self._current.job, reasons[id(self._current.job)])
-            self._current = None
-        rows = {number: reasons[id(row.job)] for number, row in enumerate(self._rows) if id(row.job) in reasons}
-        if rows:
-            self._state = self.session.end(self._state, rows)
-            self._free(rows)
-
     def _deliver(self, ids: Sequence[list[int]], finish: Sequence[int]) -> None:
         """Hands new tokens to their jobs, and ends the rows that finished."""
         jobs = {number: row.job for number, row in enumerate(self._rows) if row.job is not None}
         wanted = {number: len(job.ids) for number, job in jobs.items() if job.logprobs}
         logprobs = self.session.logprobs(self._state, wanted) if wanted else {}
-        ended: dict[int, str] = {}
         for number, job in jobs.items():
             row, new = self._rows[number], ids[number][len(job.ids) :]
             job.ids, row.text = ids[number], [*job.request.prompt, *ids[number]]
@@ -286,25 +276,28 @@ class Scheduler:
                 self.counts.output_tokens += len(new)
                 job.on_tokens(new, logprobs.get(number))
             if finish[number] == FAILED:
-                self._rows[number] = _Row(used=row.used)
                 message = f"the target's logits for position {len(row.text)} are not finite"
-                self._end(job, ERROR, error=NonFiniteError(message))
+                row.text = []  # nothing continues from its caches
+                self._end(job, ERROR, NonFiniteError(message))
             elif finish[number] != RUNNING:
-                ended[number] = STOPPED if job.satisfied else FINISH_REASONS[finish[number]]
-        self._free(ended)
+                self._end(job, STOPPED if job.satisfied else FINISH_REASONS[finish[number]])
 
-    def _free(self, reasons: dict[int, str]) -> None:
-        """Ends the jobs of rows, which keep their caches for prompts that begin alike."""
-        for number, reason in reasons.items():
-            # Read first: if that fails, `abandon` still finds the job in its row.
-            log = self.session.rounds_of(self._state, number)
-            job, self._rows[number].job = self._rows[number].job, None
-            self.counts.rounds += len(log.rounds)
-            self.counts.drafted += sum(len(entry.drafted) for entry in log.rounds)
-            self.counts.accepted += sum(entry.accepted for entry in log.rounds)
-            self._end(job, reason, log)
-
-    def _end(self, job: Job, reason: str, log: RowLog = NO_ROUNDS, error: BaseException | None = None) -> None:
+    def _end(self, job: Job, reason: str, error: BaseException | None = None) -> None:
+        """Ends a job, wherever it is. Its row keeps the caches, for prompts that begin alike."""
+        log = NO_ROUNDS
+        if job in self._waiting:
+            self._waiting.remove(job)
+        elif self._current is not None and job is self._current.job:
+            self._current = None
+        else:
+            number = next(number for number, row in enumerate(self._rows) if row.job is job)
+            if error is None:
+                # Read first: if that fails, `abandon` still finds the job in its row.
+                log = self.session.rounds_of(self._state, number)
+            self._rows[number].job = None
+        self.counts.rounds += len(log.rounds)
+        self.counts.drafted += sum(len(entry.drafted) for entry in log.rounds)
+        self.counts.accepted += sum(entry.accepted for entry in log.rounds)
         self.counts.finished[reason] += 1
         self.counts.ended += 1
         if error is None:

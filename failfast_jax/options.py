@@ -27,7 +27,9 @@ LONGEST_DRAFT = 512
 """Maximum length: each width that a draft may need is compiled, and longer ones would compile for minutes."""
 
 _TYPES = {"int": (int, np.integer), "float": (int, float, np.number), "bool": (bool,), "str": (str,), "Path": (Path,)}
+_TYPES |= {"tuple": (tuple,), "Mapping": (Mapping,)}
 _KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "Path": "a path"}
+_KINDS |= {"tuple": "a list", "Mapping": "a mapping"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,8 +278,8 @@ def add_flag(parser: Any, field: dataclasses.Field, text: str | None = None, **m
     elif about.choices:
         arguments = {"choices": about.choices}
     else:
-        parsers = {"int": ("n", int), "float": ("x", float), "str": ("TEXT", str), "Path": ("PATH", user_path)}
-        arguments = dict(zip(("metavar", "type"), parsers[kind]))
+        parsers = {"int": ("n", int), "float": ("x", float), "Path": ("PATH", user_path)}
+        arguments = dict(zip(("metavar", "type"), parsers.get(kind, ("TEXT", str))))
     parser.add_argument(flag_of(field.name), **{**arguments, "help": _help_of(field) if text is None else text, **more})
 
 

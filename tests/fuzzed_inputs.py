@@ -242,7 +242,8 @@ class SmallFiles:
         """A YAML file of `bench run --config`, up to where models would be read."""
         import yaml
 
-        from failfast_jax.bench import run
+        from failfast_jax.bench import run_command
+        from failfast_jax.bench.run_config import RunConfig
 
         prompts, odd = str(self.folder / "prompts.jsonl"), rng.random()
         row = {"method": "failfast", "label": "row", "options": {"tau": {"7B": 0.3, "other": 0.4}, "spec_len": 5}}
@@ -261,8 +262,9 @@ class SmallFiles:
         path = self.folder / "config.yaml"
         path.write_bytes(text)
         parser = argparse.ArgumentParser()
-        run.add_arguments(parser)
-        run.check(run.merged(parser.parse_args(["--config", str(path), "--out", str(self.folder / "out")])))
+        run_command.add_arguments(parser)
+        words = ["--config", str(path), "--out", str(self.folder / "out")]
+        run_command.check(RunConfig.from_flags(parser.parse_args(words)))
 
 
 class Weights:

@@ -22,7 +22,7 @@ from width_sets import SHORTEST
 from convert import qwen2
 from failfast_jax import generate, serve
 from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import run as bench_run
+from failfast_jax.bench import run_command as bench_run
 from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
 from failfast_jax.serving import app

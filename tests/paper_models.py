@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from failfast_jax.bench.run_options import PRESETS
+from failfast_jax.bench.run_config import PRESETS
 
 EXAMPLE = "test/algebra/2584.json"
 """Question 2 of MATH-500, which Appendix F shows: "If f(x) = (3x-2)/(x-2), what is f(-2) + f(-1) + f(0)?"."""

@@ -20,7 +20,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names, and returns its exit status."""
-    return command_line.dispatch("failfast_jax.bench", COMMANDS, argv, extra="bench")
+    return command_line.dispatch("failfast_jax.bench", COMMANDS, argv, extra="bench", modules={"run": "run_command"})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -13,7 +12,8 @@ from typing import Any
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
-from failfast_jax.bench.variants import CORPUS, Variant, all_options
+from failfast_jax.bench.rows import CORPUS, Row, all_options
+from failfast_jax.bench.run_config import RunConfig
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset
@@ -32,15 +32,12 @@ class Task:
     """What is to be answered.
 
     Attributes:
-      args: the flags of `bench run`.
-      common: options of every variant that does not say otherwise.
-      optional: labels of variants that are left out where they cannot run.
+      common: options of every row that does not say otherwise.
     """
 
-    args: argparse.Namespace
+    config: RunConfig
     common: GenerationConfig
-    variants: list[Variant]
-    optional: set[str]
+    rows: list[Row]
     datasets: list[Dataset]
 
 
@@ -48,34 +45,34 @@ class Answers:
     """The engines of one process, and what they say to a task's questions.
 
     Raises:
-      ValueError: a model, a variant or a prompt that cannot be served; nothing has been answered then.
+      ValueError: a model, a row or a prompt that cannot be served; nothing has been answered then.
     """
 
     def __init__(self, task: Task):
-        self.task, args = task, task.args
+        self.task, config = task, task.config
         self.engines = EnginePool(
-            *(args.target, args.drafter, args.ar_drafter, args.dtype),
-            tensor_parallel=args.tensor_parallel,
-            attention=args.attention,
+            *(config.target, config.drafter, config.ar_drafter, config.dtype),
+            tensor_parallel=config.tensor_parallel,
+            attention=config.attention,
         )
-        if args.scores and self.engines.base.tokenizer is None and any(d.scoring for d in task.datasets):
+        if config.scores and self.engines.base.tokenizer is None and any(d.scoring for d in task.datasets):
             raise ValueError(
                 f"{self.engines.base.target_name} has no tokenizer, so that answers have no text: --no-scores"
             )
         self.left_out = self._leave_out()
-        self.variants = [variant for variant in task.variants if variant.label not in self.left_out]
+        self.rows = [row for row in task.rows if row.label not in self.left_out]
 
     def _leave_out(self) -> dict[str, str]:
-        """Variants that only `all` asked for and that cannot run here, with the reason."""
+        """Rows that only `all` asked for and that cannot run here, with the reason."""
         left_out = {}
-        for variant in self.task.variants:
-            if variant.label in self.task.optional:
+        for row in self.task.rows:
+            if row.optional:
                 try:
-                    self.engines.prepare(variant, variant.config(self.task.common))
+                    self.engines.prepare(row, row.config(self.task.common))
                 except ValueError as error:
-                    left_out[variant.label] = str(error).removeprefix(f"{variant.label}: ")
-                    print(f"left out: {variant.label}: {left_out[variant.label]}", file=sys.stderr)
-        if len(left_out) == len(self.task.variants):
+                    left_out[row.label] = str(error).removeprefix(f"{row.label}: ")
+                    print(f"left out: {row.label}: {left_out[row.label]}", file=sys.stderr)
+        if len(left_out) == len(self.task.rows):
             raise ValueError("--methods: none of them can run here")
         return left_out
 
@@ -91,9 +88,9 @@ class Answers:
 
     def comparison(self, journal: Journal) -> Comparison:
         """The task's questions, with a journal."""
-        task, args = self.task, self.task.args
-        options = {"repeats": args.repeats, "near_tie": args.near_tie}
-        return Comparison(self.engines, task.datasets, self.variants, task.common, journal, **options)
+        task, config = self.task, self.task.config
+        options = {"repeats": config.repeats, "near_tie": config.near_tie}
+        return Comparison(self.engines, task.datasets, self.rows, task.common, journal, **options)
 
     def run(self, journal: Journal) -> None:
         """Answers what has no record."""
@@ -136,29 +133,29 @@ class RayAnswers:
     A question and those that follow it go to one actor; Ray starts a lost actor anew and asks it again.
 
     Raises:
-      OptionError: Ray is missing, or a variant needs the questions one after the other.
+      OptionError: Ray is missing, or a row needs the questions one after the other.
       ValueError: see `Answers`.
     """
 
     def __init__(self, task: Task):
         ray = self.ray = import_optional("ray", "--engine ray", extra="ray")
-        for variant in task.variants:
-            if CORPUS in variant.options or variant.batch > 1:
+        for row in task.rows:
+            if CORPUS in row.options or row.batch > 1:
                 raise OptionError(
-                    f"--engine ray: {variant.label}: with a corpus or in a batch, questions depend on each other; "
+                    f"--engine ray: {row.label}: with a corpus or in a batch, questions depend on each other; "
                     "leave --engine out"
                 )
         self.task = task
         ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
         remote = ray.remote(max_restarts=-1, max_task_retries=-1, **self._place())(_Actor)
-        self.actors = [remote.remote(task) for _ in range(task.args.actors)]
+        self.actors = [remote.remote(task) for _ in range(task.config.actors)]
         self._facts = self._get(self.actors[0].facts.remote())
         self.left_out = self._facts["left_out"]
-        self.variants = [variant for variant in task.variants if variant.label not in self.left_out]
+        self.rows = [row for row in task.rows if row.label not in self.left_out]
 
     def _place(self) -> dict[str, Any]:
         """What an actor takes of the cluster: its devices, so that none are shared."""
-        there, devices = self.ray.cluster_resources(), self.task.args.tensor_parallel or 1
+        there, devices = self.ray.cluster_resources(), self.task.config.tensor_parallel or 1
         if "TPU" in there:
             return {"resources": {"TPU": devices}}
         if "GPU" in there:

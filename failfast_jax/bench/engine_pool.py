@@ -1,15 +1,15 @@
-"""The engines of a benchmark: one target, and for each variant the drafter that it needs."""
+"""The engines of a benchmark: one target, and for each row the drafter that it needs."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.bench.variants import BASELINE, DRAFTER, THETA, Variant
+from failfast_jax.bench.rows import BASELINE, DRAFTER, THETA, Row
+from failfast_jax.bench.run_config import RunConfig
 from failfast_jax.checkpoints.hub import default_target_path, find_models, unreachable
 from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
 from failfast_jax.defaults import embedded_drafter, load_pair
@@ -18,6 +18,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK
+from failfast_jax.options import flag_of
 from failfast_jax.public_data.question_sets import stamp
 from failfast_jax.request_flags import tell_new_meaning
 from failfast_jax.util.files import user_path
@@ -39,42 +40,33 @@ def role_of(method: str) -> str | None:
     return None if not kinds else "ar_drafter" if kinds == (AUTOREGRESSIVE,) else "drafter"
 
 
-def find_wanted(
-    args: argparse.Namespace, variants: Sequence[Variant], origins: Mapping[str, str] | None = None
-) -> None:
-    """Finds every model that variants need, downloading it where needed, before the first one is loaded.
-
-    Args:
-      args: with `target`, `drafter` and, where the command has it, `ar_drafter`.
-      origins: where models come from, by name.
+def find_wanted(config: RunConfig, rows: Sequence[Row]) -> None:
+    """Finds every model that rows need, downloading it where needed, before the first one is loaded.
 
     Raises:
       CheckpointError: some are missing; a line for each names its flag or row, and where it comes from.
     """
     missing = []
-    roles = {role_of(v.method) for v in variants if DRAFTER not in v.options}
-    wanted = {"--target": args.target}
-    wanted |= {"--drafter": args.drafter} if "drafter" in roles else {}
-    wanted |= {"--ar-drafter": args.ar_drafter} if "ar_drafter" in roles and "ar_drafter" in args else {}
-    for variant in (v for v in variants if DRAFTER in v.options):
-        flag = f"--methods {variant.label}:" if ":" in variant.label else f"--set {variant.label}:drafter"
-        wanted[flag] = variant.options[DRAFTER]
+    roles = {role_of(row.method) for row in rows if DRAFTER not in row.options}
+    wanted = {"--target": config.target}
+    wanted |= {flag_of(role): getattr(config, role) for role in ("drafter", "ar_drafter") if role in roles}
+    for row in (row for row in rows if DRAFTER in row.options):
+        flag = f"--methods {row.label}:" if ":" in row.label else f"--set {row.label}:drafter"
+        wanted[flag] = row.options[DRAFTER]
     for flag, source in wanted.items():
         try:
             find_models({flag: source})
         except CheckpointError as error:
-            origin = (origins or {}).get(str(source))
-            said = f"; the weights: {origin}; or name another folder or id with {flag}" if origin else ""
-            missing.append(f"{error}{said}")
+            origin = (config.weights or {}).get(str(source))
+            advice = f"; the weights: {origin}; or name another folder or id with {flag}" if origin else ""
+            missing.append(f"{error}{advice}")
     if missing:
         raise CheckpointError(*missing)
 
 
 @contextlib.contextmanager
-def naming_models(
-    args: argparse.Namespace, variants: Sequence[Variant], origins: Mapping[str, str] | None = None
-) -> Iterator[None]:
-    """Where the Hub does not answer, an error about datasets also names the models that are missing; see `find_wanted`.
+def naming_models(config: RunConfig, rows: Sequence[Row]) -> Iterator[None]:
+    """Adds the models that are missing to an error about datasets, if the Hub does not answer; see `find_wanted`.
 
     Raises:
       ValueError: as within.
@@ -82,18 +74,18 @@ def naming_models(
     try:
         yield
     except ValueError as error:
-        source = str(args.target)
-        if args.target is None or Path(source).exists() or unreachable(source) is None:
+        source = str(config.target)
+        if config.target is None or Path(source).exists() or unreachable(source) is None:
             raise
         try:
-            find_wanted(args, variants, origins)
+            find_wanted(config, rows)
         except CheckpointError as more:
             raise ValueError(f"{error}\n{more}") from error
         raise
 
 
 class EnginePool:
-    """Engines that share one target and one set of compiled programs, built when a variant first needs them.
+    """Engines that share one target and one set of compiled programs, built when a row first needs them.
 
     Args:
       drafter: of block-diffusion methods; None, with no target named: that of the default pair.
@@ -122,13 +114,13 @@ class EnginePool:
             stamps.setdefault("drafter", model_stamp(embedded_drafter() or "none"))
         return {**stamps, **self.options}
 
-    def missing(self, variant: Variant) -> str | None:
-        """Which drafter a variant would need, where there is none or another one; None: nothing is missing."""
-        kinds, source = METHODS[variant.method].kinds, self._source(variant)
+    def missing(self, row: Row) -> str | None:
+        """Which drafter a row would need, where there is none or another one; None: nothing is missing."""
+        kinds, source = METHODS[row.method].kinds, self._source(row)
         if not kinds:
             return None
         wanted = f"a model of kind {' or '.join(kinds)}"
-        if source is None and not METHODS[variant.method].needs_model:
+        if source is None and not METHODS[row.method].needs_model:
             return None
         if source is None and AUTOREGRESSIVE in kinds:
             return "needs --ar-drafter, an autoregressive model with the target's tokens"
@@ -139,53 +131,53 @@ class EnginePool:
         if source is None and FEATURE_BLOCK in kinds:
             source = embedded_drafter()
         if source is None:
-            return f"needs {variant.method}:drafter=P, {wanted} for this target"
+            return f"needs {row.method}:drafter=P, {wanted} for this target"
         kind, method = own_method(source)
         if kind not in kinds:
-            return f"needs {variant.method}:drafter=P, {wanted}; {source} is a drafter for {method}"
-        if variant.method == "dspark" and not ModelFolder(source).has_heads:
-            return f"needs {variant.method}:drafter=P, {wanted}; {source} has no Markov or confidence head"
+            return f"needs {row.method}:drafter=P, {wanted}; {source} is a drafter for {method}"
+        if row.method == "dspark" and not ModelFolder(source).has_heads:
+            return f"needs {row.method}:drafter=P, {wanted}; {source} has no Markov or confidence head"
         return None
 
-    def _source(self, variant: Variant) -> str | os.PathLike | None:
-        """The drafter that was named for a variant."""
-        role = role_of(variant.method)
-        return variant.options.get(DRAFTER, None if role is None else self.sources[role])
+    def _source(self, row: Row) -> str | os.PathLike | None:
+        """The drafter that was named for a row."""
+        role = role_of(row.method)
+        return row.options.get(DRAFTER, None if role is None else self.sources[role])
 
-    def get(self, variant: Variant, config: GenerationConfig) -> FailFast:
-        """The engine that answers a variant's requests.
+    def get(self, row: Row, config: GenerationConfig) -> FailFast:
+        """The engine that answers a row's requests.
 
         Raises:
           ValueError: its drafter is missing, unreadable or does not fit.
         """
-        kinds, source = METHODS[variant.method].kinds, self._source(variant)
+        kinds, source = METHODS[row.method].kinds, self._source(row)
         # A drafter that was named serves all methods of its kind; of the default pair's, these options choose.
         chosen = {"method": config.method, "schedule": config.options.get("schedule")}
         key = None if not kinds else str(source) if source is not None else tuple(chosen.items())
-        if (theta := variant.options.get(THETA)) is not None:
+        if (theta := row.options.get(THETA)) is not None:
             key, chosen = (key, theta), {**chosen, THETA: theta}
         if key not in self._built:
-            missing = self.missing(variant)
+            missing = self.missing(row)
             if missing is not None:
-                raise ValueError(f"{variant.label}: {missing}")
+                raise ValueError(f"{row.label}: {missing}")
             self._built[key] = load_pair(self.sources["target"], source, share=self.base, **self.options, **chosen)
         return self._built[key]
 
-    def prepare(self, variant: Variant, config: GenerationConfig) -> None:
-        """Builds a variant's engine and drafter, so that what does not fit is said before any work.
+    def prepare(self, row: Row, config: GenerationConfig) -> None:
+        """Builds a row's engine and drafter, so that what does not fit is said before any work.
 
         Raises:
-          ValueError: the message names the variant.
+          ValueError: the message names the row.
         """
         try:
-            if (missing := self.missing(variant)) is not None:
+            if (missing := self.missing(row)) is not None:
                 raise ValueError(missing)
-            engine = self.get(variant, config)
+            engine = self.get(row, config)
             engine.build_drafter(engine.resolve(config))
             tell_new_meaning(config)
         except ValueError as error:
             text = str(error)
-            raise ValueError(text if text.startswith(f"{variant.label}: ") else f"{variant.label}: {text}") from None
+            raise ValueError(text if text.startswith(f"{row.label}: ") else f"{row.label}: {text}") from None
 
     def names(self) -> dict[str, str | None]:
         """The models' names, for reports."""

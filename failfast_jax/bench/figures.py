@@ -22,9 +22,9 @@ import numpy as np
 from failfast_jax.bench import report
 from failfast_jax.bench.journal import ANSWER, RECORDS
 from failfast_jax.bench.released_passes import Counts, counts
-from failfast_jax.bench.run_options import RELEASED
+from failfast_jax.bench.rows import BASELINE, BATCH
+from failfast_jax.bench.run_config import RELEASED
 from failfast_jax.bench.speedup_model import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
-from failfast_jax.bench.variants import BASELINE, BATCH
 from failfast_jax.public_data.acceptance_law import appendix_b
 from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import write_atomically

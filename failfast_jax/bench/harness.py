@@ -1,4 +1,4 @@
-"""The loop of every comparison: each question answered with `vanilla` and with each variant, back to back.
+"""The loop of every comparison: each question answered with `vanilla` and with each row, back to back.
 
 The order is reversed from question to question, so that a drift of the machine evens out. An answer that had to
 compile or read a program is a warm-up: it is thrown away and given again. Whatever was recorded is not done again.
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
-from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
+from failfast_jax.bench.rows import BASELINE, CORPUS, VANILLA, Row
 from failfast_jax.bench.verdicts import DIFFERENT, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
@@ -28,9 +28,9 @@ from failfast_jax.text_stream import text_of
 from failfast_jax.util.progress import progress_bar
 
 WARM_UPS = 3
-"""Most answers of one question and variant that are thrown away because they compiled something."""
+"""Most answers of one question and row that are thrown away because they compiled something."""
 BLOCK = 6
-"""Variants that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
+"""Rows that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
 
 
 def to_record(result: Result, batch: int = 1) -> Record:
@@ -62,21 +62,21 @@ def to_record(result: Result, batch: int = 1) -> Record:
     }
 
 
-def blocks(variants: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:
-    """Variants that run together, all of one batch size, with a name that changes with their members."""
-    by_batch = [[v for v in variants if v.batch == batch] for batch in dict.fromkeys(v.batch for v in variants)]
+def blocks(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows that run together, all of one batch size, with a name that changes with their members."""
+    by_batch = [[v for v in rows if v.batch == batch] for batch in dict.fromkeys(v.batch for v in rows)]
     parts = [group[at : at + BLOCK] for group in by_batch for at in range(0, len(group), BLOCK)]
-    return [(stamp([variant.label for variant in part]), part) for part in parts or [[]]]
+    return [(stamp([row.label for row in part]), part) for part in parts or [[]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Questions (one, or a batch) answered once by `vanilla` and by each variant of a block.
+    """Questions (one, or a batch) answered once by `vanilla` and by each row of a block.
 
     Attributes:
       number: of the first question, in the order in which they are asked, from 1.
       block: the block's name.
-      reverse: whether the last variant begins.
+      reverse: whether the last row begins.
     """
 
     dataset: Dataset
@@ -84,7 +84,7 @@ class Turn:
     number: int
     repeat: int
     block: str
-    variants: list[Variant]
+    rows: list[Row]
     reverse: bool
 
 
@@ -103,13 +103,13 @@ def promises_equality(config: GenerationConfig) -> bool:
 
 
 class Comparison:
-    """Variants over datasets, with one journal.
+    """Rows over datasets, with one journal.
 
     Args:
-      common: options of every variant that does not say otherwise.
+      common: options of every row that does not say otherwise.
 
     Raises:
-      ValueError: a variant whose options or drafter do not fit, or a prompt that cannot be served. Nothing has
+      ValueError: a row whose options or drafter do not fit, or a prompt that cannot be served. Nothing has
         been answered then.
     """
 
@@ -117,18 +117,18 @@ class Comparison:
         self,
         engines: EnginePool,
         datasets: Sequence[Dataset],
-        variants: Sequence[Variant],
+        rows: Sequence[Row],
         common: GenerationConfig,
         journal: Journal,
         *,
         repeats: int = 1,
         near_tie: float = 1e-3,
     ):
-        self.engines, self.datasets, self.variants, self.common = engines, datasets, variants, common
+        self.engines, self.datasets, self.rows, self.common = engines, datasets, rows, common
         self.journal, self.repeats, self.near_tie = journal, repeats, near_tie
-        self.configs = {s.label: s.config(common) for s in (VANILLA, *variants)}
-        for variant in variants:
-            engines.prepare(variant, self.configs[variant.label])
+        self.configs = {s.label: s.config(common) for s in (VANILLA, *rows)}
+        for row in rows:
+            engines.prepare(row, self.configs[row.label])
         self._questions = {(d.name, q.id): q for d in datasets for q in d.questions}
         self._ids: dict[tuple[str, str], list[int]] = {}
         self._warm: set[tuple] = set()
@@ -137,13 +137,13 @@ class Comparison:
         self._check_options()
         self._check_prompts()
 
-    def engine(self, variant: Variant) -> FailFast:
-        """The engine that answers for a variant."""
-        return self.engines.get(variant, self.configs[variant.label])
+    def engine(self, row: Row) -> FailFast:
+        """The engine that answers for a row."""
+        return self.engines.get(row, self.configs[row.label])
 
     def _check_options(self) -> None:
         """A label stands for the same options in records and now."""
-        options = {variant.label: dict(variant.options) for variant in self.variants}
+        options = {row.label: dict(row.options) for row in self.rows}
         for record in self.journal.answers.values():
             label = record["setting"]
             if options.get(label, record["options"]) != record["options"]:
@@ -213,45 +213,45 @@ class Comparison:
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def engine_for(self, variant: Variant, dataset: Dataset, first: Question) -> FailFast:
-        """The variant's engine. If the variant has a corpus, it holds the questions before `first` and `vanilla`'s
+    def engine_for(self, row: Row, dataset: Dataset, first: Question) -> FailFast:
+        """The row's engine. If the row has a corpus, it holds the questions before `first` and `vanilla`'s
         answers to them."""
-        engine = self.engine(variant)
+        engine = self.engine(row)
         engine.corpus = None
-        if CORPUS in variant.options:
-            engine.corpus = Corpus(variant.options[CORPUS])
+        if CORPUS in row.options:
+            engine.corpus = Corpus(row.options[CORPUS])
             for other in self._in_order(dataset):
                 if other == first:
                     break
                 engine.corpus.add(self.encode(dataset, other) + self._said(dataset, other))
         return engine
 
-    def answer(self, variant: Variant, dataset: Dataset, questions: list[Question]) -> list[Result]:
+    def answer(self, row: Row, dataset: Dataset, questions: list[Question]) -> list[Result]:
         """Warm answers to questions that are asked together."""
-        engine, config = self.engine_for(variant, dataset, questions[0]), self.configs[variant.label]
+        engine, config = self.engine_for(row, dataset, questions[0]), self.configs[row.label]
         prompts = [self.encode(dataset, question) for question in questions]
         longest = max(map(len, prompts)) + config.max_new_tokens
-        bucket = (variant.label, len(prompts), longest.bit_length())
+        bucket = (row.label, len(prompts), longest.bit_length())
         if bucket not in self._warm:
             next(engine.stream(prompts, config))  # compiles everything, and stops after one round
             self._warm.add(bucket)
         return warm_answers(engine, prompts, config)
 
-    def _shape(self, variant: Variant) -> dict[str, Any]:
-        engine, config = self.engine(variant), self.configs[variant.label]
+    def _shape(self, row: Row) -> dict[str, Any]:
+        engine, config = self.engine(row), self.configs[row.label]
         return engine.build_drafter(engine.resolve(config)).describe()
 
     def _idle(self) -> float:
         """Seconds of the harness since the engine's last work."""
         return time.perf_counter() - self._idle_since
 
-    def _pending(self, turn: Turn) -> list[Variant]:
-        """Variants of a turn that have no record. `vanilla` is one of them if others need it."""
+    def _pending(self, turn: Turn) -> list[Row]:
+        """Rows of a turn that have no record. `vanilla` is one of them if others need it."""
         places = [(turn.dataset.name, question.id, turn.repeat) for question in turn.questions]
-        done = {v.label: [self.journal.answers.get((*place, v.label)) for place in places] for v in turn.variants}
-        pending = [v for v in turn.variants if None in done[v.label]]
+        done = {v.label: [self.journal.answers.get((*place, v.label)) for place in places] for v in turn.rows}
+        pending = [v for v in turn.rows if None in done[v.label]]
         answered_here = any(record and record["block"] == turn.block for records in done.values() for record in records)
-        needed = not turn.variants or pending or answered_here
+        needed = not turn.rows or pending or answered_here
         if needed and any((*place, BASELINE, turn.block) not in self.journal.answers for place in places):
             pending.insert(0, VANILLA)
         return pending
@@ -261,7 +261,7 @@ class Comparison:
         turns = []
         for dataset in self.datasets:
             ordered = self._in_order(dataset)
-            for (block, part), repeat in itertools.product(blocks(self.variants), range(self.repeats)):
+            for (block, part), repeat in itertools.product(blocks(self.rows), range(self.repeats)):
                 batch = part[0].batch if part else 1
                 if batch > 1 and len(ordered) % batch:
                     raise ValueError(
@@ -280,7 +280,7 @@ class Comparison:
         """Answers what has no record yet: all questions, or `only` these, each a dataset's name and an id."""
         turns = [t for t in self._turns() if only is None or (t.dataset.name, t.questions[0].id) in only]
         missing = sum(len(self._pending(turn)) * len(turn.questions) for turn in turns)
-        total = sum((1 + len(turn.variants)) * len(turn.questions) for turn in turns)
+        total = sum((1 + len(turn.rows)) * len(turn.questions) for turn in turns)
         with progress_bar("bench", "answer", total=total, initial=total - missing) as bar:
             for turn in turns:
                 self._answer_all(turn, bar)
@@ -289,13 +289,13 @@ class Comparison:
     def _answer_all(self, turn: Turn, bar: tqdm) -> None:
         """Gives and records the answers of a turn that have no record."""
         dataset, pending = turn.dataset, self._pending(turn)
-        order = [VANILLA, *turn.variants][:: -1 if turn.reverse else 1]
-        for position, variant in enumerate(order):
-            if variant not in pending:
+        order = [VANILLA, *turn.rows][:: -1 if turn.reverse else 1]
+        for position, row in enumerate(order):
+            if row not in pending:
                 continue
-            bar.set_postfix_str(f"{dataset.name} {turn.number} of {len(dataset.questions)}, {variant.label}")
+            bar.set_postfix_str(f"{dataset.name} {turn.number} of {len(dataset.questions)}, {row.label}")
             harness_s = self._idle()
-            results = self.answer(variant, dataset, turn.questions)
+            results = self.answer(row, dataset, turn.questions)
             self._idle_since = time.perf_counter()
             for question, result in zip(turn.questions, results):
                 record = {
@@ -304,15 +304,15 @@ class Comparison:
                     "question": question.id,
                     "place": dataset.questions.index(question),
                     "repeat": turn.repeat,
-                    "setting": variant.label,
-                    "options": dict(variant.options),
+                    "setting": row.label,
+                    "options": dict(row.options),
                     "block": turn.block,
                     "position": position,
                     "session": self.journal.session,
                     "prompt_stamp": stamp(self.encode(dataset, question)),
-                    "compared": promises_equality(self.configs[variant.label]),
+                    "compared": promises_equality(self.configs[row.label]),
                     "harness_s": harness_s / len(results),
-                    "drafter": self._shape(variant),
+                    "drafter": self._shape(row),
                     **to_record(result, len(results)),
                 }
                 self.journal.append(record)
@@ -321,8 +321,8 @@ class Comparison:
     def _compare(self, turn: Turn, bar: tqdm) -> None:
         """Notes where answers of a turn leave `vanilla`'s, and how close the target's two best logits are there."""
         dataset = turn.dataset
-        for variant, question in itertools.product(turn.variants, turn.questions):
-            record = self.journal.answers[dataset.name, question.id, turn.repeat, variant.label]
+        for row, question in itertools.product(turn.rows, turn.questions):
+            record = self.journal.answers[dataset.name, question.id, turn.repeat, row.label]
             baseline = self.journal.baseline_of(record)
             noted = key_of(DIFFERENCE, record) in self.journal.lines[DIFFERENCE]
             if noted or baseline is None or not record["compared"]:
@@ -330,7 +330,7 @@ class Comparison:
             at = first_difference(baseline["output_ids"], record["output_ids"])
             if at is None:
                 continue
-            engine, ids = self.engine(variant), self.encode(dataset, question)
+            engine, ids = self.engine(row), self.encode(dataset, question)
             harness_s = self._idle()
             gap = logit_gap(engine, ids + baseline["output_ids"][:at])
             self._idle_since = time.perf_counter() - harness_s
@@ -338,20 +338,20 @@ class Comparison:
             self.journal.append({"kind": DIFFERENCE, **place, "first_difference": at, "logit_gap": gap})
             verdict = NEAR_TIE if gap < self.near_tie and not self.common.exact else DIFFERENT
             bar.write(
-                f"{variant.label}, {dataset.name} question {question.id}: {verdict} at token {at}, logit gap {gap:.2e}",
+                f"{row.label}, {dataset.name} question {question.id}: {verdict} at token {at}, logit gap {gap:.2e}",
                 file=sys.stderr,
             )
 
     def records(self) -> list[Record]:
         """See `asked_records`."""
-        asked = self.journal, self.datasets, self.variants, self.common
+        asked = self.journal, self.datasets, self.rows, self.common
         return asked_records(*asked, repeats=self.repeats, near_tie=self.near_tie)
 
 
 def asked_records(
     journal: Journal,
     datasets: Sequence[Dataset],
-    variants: Sequence[Variant],
+    rows: Sequence[Row],
     common: GenerationConfig,
     *,
     repeats: int,
@@ -359,7 +359,7 @@ def asked_records(
 ) -> list[Record]:
     """The answers that a comparison asked for, with verdicts, in the order of the questions, whoever was first to
     answer; records of other runs in the journal are left out."""
-    labels = {BASELINE, *(variant.label for variant in variants)}
+    labels = {BASELINE, *(row.label for row in rows)}
     order = {(d.name, q.id): at for at, (d, q) in enumerate((d, q) for d in datasets for q in d.questions)}
     wanted = [
         record

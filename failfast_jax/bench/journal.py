@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.rows import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 from failfast_jax.errors import ConfigError
 from failfast_jax.results import Result, Round, Stats

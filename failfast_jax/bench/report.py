@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.journal import Record
-from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.rows import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.policy.expected_tokens import calibration_error
 from failfast_jax.util.tables import markdown

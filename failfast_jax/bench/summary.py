@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench import report
+from failfast_jax.bench.rows import BASELINE, Row
 from failfast_jax.bench.speedup_model import Latency, is_priced
-from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.public_data.question_sets import Dataset
 from failfast_jax.util.files import write_atomically
 from failfast_jax.util.records import Record
@@ -34,7 +34,7 @@ ROLES = {"target": "Target", "drafter": "drafter", "ar_drafter": "autoregressive
 
 def of_dataset(
     dataset: Dataset,
-    variants: Sequence[Variant],
+    rows: Sequence[Row],
     records: Sequence[Record],
     latency: Latency,
     scores: Mapping[tuple[str, str], float],
@@ -47,21 +47,21 @@ def of_dataset(
       best_by: of `BEST`; sweeps of methods without a modelled speedup go by the timed one.
 
     Returns:
-      `settings`: `report.totals` of every variant, with `modelled` and `score`.
+      `settings`: `report.totals` of every row, with `modelled` and `score`.
       `rows`: labels that get a row of their own, with the row's name.
       `sweeps`: per sweep, its points and the best of them.
       `calibration`: `report.calibration` of the labels with a row that drafted anything.
     """
     records = [record for record in records if record["dataset"] == dataset.name]
-    table = report.totals(records, [v.label for v in variants])
-    methods = {v.label: v.method for v in variants} | {BASELINE: BASELINE}
+    table = report.totals(records, [v.label for v in rows])
+    methods = {v.label: v.method for v in rows} | {BASELINE: BASELINE}
     for label, row in table.items():
         used = {"tokens": row["tokens"], "rounds": row["rounds"], "passes": row["passes"]}
         row["modelled"] = latency.speedup(**used) if row["rounds"] and is_priced(methods[label]) else None
         row["score"] = scores.get((dataset.name, label))
-    names, sweeps = {BASELINE: BASELINE} | {v.label: v.label for v in variants if not v.sweep}, {}
-    for name in dict.fromkeys(v.sweep for v in variants if v.sweep):
-        points = [v.label for v in variants if v.sweep == name]
+    names, sweeps = {BASELINE: BASELINE} | {v.label: v.label for v in rows if not v.sweep}, {}
+    for name in dict.fromkeys(v.sweep for v in rows if v.sweep):
+        points = [v.label for v in rows if v.sweep == name]
         by = TIMED if any(table[label]["modelled"] is None for label in points) else best_by
         best = report.best_of(table, points, "speedup" if by == TIMED else "modelled")
         sweeps[name] = {"points": points, "best": best, "by": by}

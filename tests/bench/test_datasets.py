@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from failfast_jax.bench.run_options import add_arguments, merged, read_datasets
+from failfast_jax.bench.run_config import RunConfig, add_arguments
 from failfast_jax.checkpoints import hub
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import load_dataset
@@ -185,13 +185,14 @@ def test_paths_of_any_name(tmp_path, monkeypatch):
     mine = write(folder / "mine,all.jsonl", [{"prompt": "x"}])
     monkeypatch.setenv("HOME", str(folder))
     for text in (str(rows), f"math500={rows}", "~/math=500*.jsonl", "math500=~/math=500*.jsonl"):
-        (found,) = read_datasets(["math500"], [text])
+        (found,) = RunConfig(dataset=("math500",), data=(text,)).read_datasets()
         assert len(found.questions) == 1
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(["--dataset", str(mine), "--dataset", "math500,aime"])
-    assert merged(args).dataset == [str(mine), "math500", "aime"]
-    (found,) = read_datasets(["~/mine,all.jsonl"])
+    words = ["--dataset", str(mine), "--dataset", "math500,humaneval", "--data", f"math500={rows}", "--limit", "1"]
+    found = RunConfig.from_flags(parser.parse_args(words)).read_datasets()
+    assert [dataset.name for dataset in found] == ["mine,all.jsonl", "math500", "humaneval"]
+    (found,) = RunConfig(dataset=("~/mine,all.jsonl",)).read_datasets()
     assert found.name == "mine,all.jsonl"
     with pytest.raises(ValueError, match="--data mth=.*: --dataset does not name it"):
-        read_datasets(["math500"], [f"math500={rows}", f"mth={rows}"])
+        RunConfig(dataset=("math500",), data=(f"math500={rows}", f"mth={rows}")).read_datasets()

@@ -11,7 +11,7 @@ from stub_engine import StubEngine, StubEnginePool
 from failfast_jax import generate
 from failfast_jax.bench import answers, engine_pool
 from failfast_jax.bench.__main__ import main
-from failfast_jax.bench.run_options import PRESETS, for_size
+from failfast_jax.bench.run_config import PRESETS
 from failfast_jax.checkpoints import hub
 from failfast_jax.errors import CheckpointError
 from failfast_jax.public_data.question_sets import load_dataset
@@ -66,7 +66,7 @@ def test_the_preset_is_the_released_setting(preset, stub, tmp_path):
     own = found["failfast"]["options"]
     assert own == {"schedule": "aligned", "spec_len": 10, "max_spec_len": 60, "threshold": 0.05, "tau": 0.45}
     assert {label for label in found if label.startswith("ar:")} == {f"ar:spec_len={n}" for n in range(3, 21)}
-    assert sum(label.startswith("fast-dllm:") for label in found) == 18 and "wide" in found
+    assert sum(label.startswith("fast-dllm+:") for label in found) == 18 and "wide" in found
     asked = {prompt for *_, prompt in stub.given}
     assert asked == {
         f"\n        Solve the following math problem efficiently and clearly. Please reason step by step, \n        "
@@ -92,9 +92,9 @@ def test_options_by_size_and_by_flag(preset, tmp_path, capsys):
     assert preset(*other, "--set", "failfast:tau=0.3", "failfast:spec_len=8") == 0
     assert "failfast" in capsys.readouterr().out
     assert preset(*other, "--set", "wide:tau=0.3") == 2
-    assert "--set wide:...: there is no such row; rows: failfast" in capsys.readouterr().err
+    assert "--set wide:tau=0.3: there is no such row; rows: failfast" in capsys.readouterr().err
     assert preset(*other, "--set", "failfast:speed=3") == 2
-    assert "--set failfast: there is no option 'speed' of failfast" in capsys.readouterr().err
+    assert "--set failfast:speed=3: there is no option 'speed' of failfast" in capsys.readouterr().err
     assert preset("--methods", "eagle3", "--target", "my-70B") == 2
     assert "eagle3: drafter: known for 32B; this target: my-70B (--set ROW:drafter=..." in capsys.readouterr().err
 
@@ -104,22 +104,21 @@ def test_rows_are_changed_and_swept_around(preset, tmp_path, capsys):
     released = {"schedule": "aligned", "spec_len": 10, "max_spec_len": 60, "threshold": 0.05, "tau": 0.45}
     chains = "eagle3:tree_depth=none,tree_top_k=none,tree_budget=none,spec_len=3|5"
     methods = ["--methods", "failfast,failfast:tau=0.3,spec-len=8,ar:spec_len=8,fast-dllm+:threshold=0.5"]
-    sweeps = ["--sweep", "3:4", "--sweep", "failfast:max_spec_len=10|20", "--sweep", chains]
+    sweeps = ["--sweep", "failfast:max_spec_len=10|20", "--sweep", chains]
     sweeps += ["--sweep", "fast-dllm:spec_len=8,threshold=0.2|0.4"]  # not a row: a method
-    assert preset(*methods, *sweeps, "--set", "failfast:threshold=0.1", "--limit", "1") == 0
+    assert preset(*methods, *sweeps, "--set", "failfast:threshold=0.1", "fast-dllm+:spec_len=3|4", "--limit", "1") == 0
     found = {r["setting"]: r["options"] for r in records(tmp_path)}
     own = {**released, "threshold": 0.1}
     assert found["failfast"] == own and found["failfast:tau=0.3,spec_len=8"] == {**own, "tau": 0.3, "spec_len": 8}
     assert found["ar:spec_len=8"] == {"spec_len": 8}
-    assert {n for n in found if "0.5" in n} == {f"fast-dllm:threshold=0.5,spec_len={n}" for n in (3, 4)}
+    assert {n for n in found if "0.5" in n} == {f"fast-dllm+:threshold=0.5,spec_len={n}" for n in (3, 4)}
     assert [found[f"failfast:max_spec_len={n}"] for n in (10, 20)] == [{**own, "max_spec_len": n} for n in (10, 20)]
     chain = found["eagle3:spec_len=5"]
     assert (chain["spec_len"], chain["tree_budget"], chain["drafter"]) == (5, None, EAGLE)
     assert found["fast-dllm:spec_len=8,threshold=0.2"] == {"spec_len": 8, "threshold": 0.2}
     assert "| **failfast:max_spec_len=" in capsys.readouterr().out
     assert preset("--methods", "failfats") == 2
-    said = "--methods failfats: there is no such row; rows of failfast-paper: ar, fast-dllm+, eagle3, suffix, failfast"
-    assert said in capsys.readouterr().err
+    assert "--methods failfats: there is no such row; rows: auto" in capsys.readouterr().err
     assert preset("--methods", "reuse:speed=1") == 2
     assert "--methods reuse:speed=1: there is no option 'speed' of failfast" in capsys.readouterr().err
     assert preset("--methods", "failfast", "--sweep", "reuse:speed=1|2") == 2
@@ -133,11 +132,6 @@ def test_records_of_other_options_are_refused(preset, stub, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "records.jsonl: failfast was answered with other options (" in said and "name another --out" in said
     assert preset("--methods", "suffix") == 0 and len(stub.given) == given
-
-
-@pytest.mark.parametrize("target, value", [("a/Qwen2.5-14B-x", 3), ("/m/qwen2.5-7b-it-4bit", 2), (None, 9), ("x", 9)])
-def test_sizes(target, value):
-    assert for_size({"tau": {"7B": 2, "14B": 3, "other": 9}, "n": 1}, target, "row") == {"tau": value, "n": 1}
 
 
 def test_missing_weights_are_said_first(preset, stub, tmp_path, monkeypatch, capsys):
@@ -279,15 +273,6 @@ def test_a_killed_run_is_said(preset, stub, tmp_path, capsys):
     assert main(["paper", run]) == 0
     said = capsys.readouterr()
     assert "- math500, n = 2: AR drafter" in said.out and "unfinished" not in said.out + said.err
-
-
-def test_lengths_of_the_preset_by_flag(preset, tmp_path, capsys):
-    assert preset("--methods", "ar,fast-dllm+", "--sweep", "5:6", "--limit", "1") == 0
-    fast = {f"fast-dllm:threshold=0.9,spec_len={n}" for n in (5, 6)}
-    assert {r["setting"] for r in records(tmp_path)} == {"vanilla", "ar:spec_len=5", "ar:spec_len=6", *fast}
-    capsys.readouterr()
-    assert preset("--methods", "failfast", "--sweep", "5:6") == 2
-    assert "--sweep 5:6: is for ar and fast-dllm+; --methods names neither" in capsys.readouterr().err
 
 
 def test_the_command(preset, tmp_path, capsys):

@@ -33,7 +33,7 @@ def run(weights, tmp_path_factory):
     """The folder of a run of all rows, draft lengths 3 and 4 where the preset sweeps them."""
     out = tmp_path_factory.mktemp("runs") / "run"
     args = ["run", "--preset", "failfast-paper", *weights, "--dataset", "math500,gsm8k", "--limit", "2"]
-    args += ["--sweep", "3:4"]
+    args += ["--set", "ar:spec_len=3|4", "fast-dllm+:spec_len=3|4"]
     assert main([*args, "--max-new-tokens", "40", "--no-scores", "--no-figures", "--out", str(out)]) == 0
     return out
 
@@ -45,7 +45,7 @@ def found(run):
     return {(r["dataset"], r["question"], r["setting"]): r for r in lines if r["kind"] == "answer"}
 
 
-SWEPT = {"ar": "ar:spec_len={}", "fast-dllm": "fast-dllm:threshold=0.9,spec_len={}"}
+SWEPT = {"ar": "ar:spec_len={}", "fast-dllm": "fast-dllm+:spec_len={}"}
 ROWS = ("eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree")
 PLACES = [("math500", id) for id, _ in MATH] + [("gsm8k", id) for id, _ in GSM8K]
 
@@ -146,7 +146,7 @@ def test_tables_are_means_of_questions(found, page):
     }
     best = max(LENGTHS, key=lambda n: ar[n][0][-1])
     text = (page / "paper.md").read_text()
-    fast = f"Fast-dLLM `fast-dllm:threshold=0.9,spec_len={best}`"
+    fast = f"Fast-dLLM `fast-dllm+:spec_len={best}`"
     assert f"math500, n = 2: AR drafter `ar:spec_len={best}`, {fast}" in text
     rows = {"AR drafter": ar[best][0]}
     records = {row: [found["math500", id, row] for id, _ in MATH] for row in ("failfast", "suffix")}

@@ -7,8 +7,8 @@ import pytest
 
 from failfast_jax.bench import figures, harness, report, summary
 from failfast_jax.bench.journal import Journal
+from failfast_jax.bench.rows import BASELINE, Row
 from failfast_jax.bench.speedup_model import parse_latency
-from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, OTHER_SAMPLE
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question
@@ -192,8 +192,8 @@ def test_figures_count_as_the_summary_says(tmp_path):
 @pytest.mark.parametrize("by, best", [("timed", "ar:spec_len=2"), ("modelled", "ar:spec_len=8")])
 def test_the_best_point_of_a_sweep(by, best):
     """By the clock, or by the model of the paper; EAGLE-3's layer costs another pass than the model's."""
-    variants = [Variant(f"ar:spec_len={n}", "ar", {"spec_len": n}, "ar") for n in (2, 8)]
-    variants += [Variant(f"eagle3:spec_len={n}", "eagle3", {"spec_len": n}, "eagle3") for n in (2, 3)]
+    variants = [Row(f"ar:spec_len={n}", "ar", {"spec_len": n}, "ar") for n in (2, 8)]
+    variants += [Row(f"eagle3:spec_len={n}", "eagle3", {"spec_len": n}, "eagle3") for n in (2, 3)]
     records = [made_up(BASELINE, 0, 9.0, 9)]
     for variant in variants:
         n = variant.options["spec_len"]

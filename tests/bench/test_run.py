@@ -8,12 +8,12 @@ import pytest
 from checkpoint_files import GOLDEN
 from stub_engine import StubEngine, StubEnginePool
 
-from failfast_jax.bench import answers, engine_pool, figures, harness, run
+from failfast_jax.bench import answers, engine_pool, figures, harness, run_command
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
-from failfast_jax.bench.run_options import PRESETS, add_arguments, merged, read_variants
-from failfast_jax.bench.variants import BASELINE, Variant
+from failfast_jax.bench.rows import BASELINE, Row
+from failfast_jax.bench.run_config import PRESETS, RunConfig, add_arguments
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.checkpoints import hub
 from failfast_jax.drafters import METHODS
@@ -117,11 +117,12 @@ def test_cold_answers_are_thrown_away(stub, bench, out):
 def test_sweeps_report_the_best(bench, out, capsys, monkeypatch):
     shown = ("sensitivity_spec_len", "sensitivity_tau", "acceptance_compute")
     monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in shown})
-    sweeps = ["--sweep", "3:8", "--sweep", "failfast:tau=0.3|0.5"]
-    assert bench("ar,fast-dllm+", "--ar-drafter", "small", *sweeps, "--figures") == 0
+    sweep = ["--sweep", "failfast:tau=0.3|0.5"]
+    assert bench("ar:spec_len=3:8,fast-dllm:spec_len=3:8", "--ar-drafter", "small", *sweep, "--figures") == 0
     text, found = capsys.readouterr().out, summary_of(out)
     table = found["settings"]
-    for name, method in (("ar", "ar"), ("fast-dllm+", "fast-dllm")):
+    for method in ("ar", "fast-dllm"):
+        name = f"{method}:spec_len"
         points, best = found["sweeps"][name]["points"], found["sweeps"][name]["best"]
         assert points == [f"{method}:spec_len={n}" for n in range(3, 9)]
         assert table[best]["speedup"] == max(table[p]["speedup"] for p in points) > table[points[0]]["speedup"]
@@ -160,8 +161,8 @@ def test_batches_have_vanilla_beside_them(stub, bench, out, capsys):
 def test_presets_name_rows(name):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    variants, _ = read_variants(merged(parser.parse_args(["--preset", name, "--target", "x-32B"])))
-    assert len(variants) > 5 and all(variant.config(GenerationConfig()) for variant in variants)
+    rows = RunConfig.from_flags(parser.parse_args(["--preset", name, "--target", "x-32B"])).chosen_rows()
+    assert len(rows) > 5 and all(row.config(GenerationConfig()) for row in rows)
 
 
 def test_all_leaves_out_what_cannot_run(stub, bench, tmp_path, capsys):
@@ -203,7 +204,7 @@ def test_later_turns_follow_vanilla(tmp_path):
         "talk", (Question("a/1", "Hello, you"), Question("a/2", "More", follows="a/1"), Question("b", "x"))
     )
     comparison = Comparison(
-        StubEnginePool(stub), [dataset], [Variant("lookup", "lookup")], GenerationConfig(), Journal(None, {})
+        StubEnginePool(stub), [dataset], [Row("lookup", "lookup")], GenerationConfig(), Journal(None, {})
     )
     comparison.run()
     later = "<user>Hello, you<assistant>[10]<user>More"
@@ -219,7 +220,7 @@ def test_scores(stub, out, tmp_path, capsys, monkeypatch):
     assert main(args) == 0
     assert capsys.readouterr().out.count("| 33 % |") == 2
     assert [line["right"] for line in lines_of(out, "score")].count(True) == 1
-    monkeypatch.setattr(run.scoring, "is_right", None)  # all are scored already
+    monkeypatch.setattr(run_command.scoring, "is_right", None)  # all are scored already
     assert main(args) == 0
     monkeypatch.setitem(sys.modules, "math_verify", None)
     assert main(args) == 2 and "--no-scores" in capsys.readouterr().err
@@ -270,12 +271,12 @@ def test_a_config_file(stub, bench, out, tmp_path):
         ("speed: 9", "unknown key 'speed'"),
         ("- lookup", "must be a mapping"),
         ("a: [", "not YAML"),
-        ("repeats: many", "repeats 'many': must be of type int"),
-        ("options: fast", "options 'fast': must be of type dict"),
+        ("repeats: many", "--repeats 'many': must be an integer"),
+        ("options: fast", "--options 'fast': must be a mapping"),
         ("options: {speed: 9}", "options: there is no option 'speed'"),
         ("methods: [{method: ar, sweep: {spec_len: 3:20}}]", 'a range in quotes like "3:20"'),
         ("methods: [{name: ar}]", "must be text, or have the keys method, label, options, sweep"),
-        ("dataset: [{data: x}]", "must be a name, or have the keys name, data, limit, template"),
+        ("dataset: [{file: x}]", "must be text, or have the keys name, data, limit, template"),
         ("{options: {tau: high}, dataset: humaneval}", "--tau 'high': must be a number"),
     ],
 )
@@ -296,13 +297,12 @@ FILE = ["--dataset", "humaneval", "--methods", "failfast"]
         (["--dataset", "humaneval,humaneval"], "--dataset humaneval: named twice"),
         (["--dataset", "aime,gsm8k", "--data", "x"], "Write --data D=x"),
         (["--dataset", "humaneval", "--data", "aime=x"], "--data aime=x: --dataset does not name it"),
-        ([*FILE, "--methods", "quick"], "--methods quick: must be among"),
+        ([*FILE, "--methods", "quick"], "--methods quick: there is no such row"),
         ([*FILE, "--methods", "vanilla"], "vanilla is what others are compared with"),
         ([*FILE, "--repeats", "0"], "--repeats 0"),
         ([*FILE, "--engine", "ray", "--actors", "0"], "--actors 0: must be at least 1"),
         ([*FILE, "--set", "tau=2"], "--tau 2: must be in [0, 1]"),
         ([*FILE, "--modelled", "1B"], "--modelled 1B: must be DRAFT:TARGET"),
-        ([*FILE, "--methods", ""], "name one beside it"),
         ([*FILE, "--methods", "ar"], "ar: needs --ar-drafter, an autoregressive model"),
         ([*FILE, "--limit", "0"], "--limit 0: must be at least 1"),
         ([*FILE, "--max-new-tokens", "0"], "--max-new-tokens 0"),
@@ -367,13 +367,13 @@ def test_what_the_default_drafter_serves(monkeypatch):
     monkeypatch.setattr(engine_pool, "load_pair", lambda *sources, **_: StubEngine())
     default = engine_pool.EnginePool()
     served = ("failfast", "specdiff", "fast-dllm", "dflash", "dspark")
-    assert all(default.missing(Variant(m, m)) is None for m in served)
-    assert default.missing(Variant("eagle3", "eagle3")).endswith("a model of kind eagle for this target")
+    assert all(default.missing(Row(m, m)) is None for m in served)
+    assert default.missing(Row("eagle3", "eagle3")).endswith("a model of kind eagle for this target")
     named = engine_pool.EnginePool(FIELD / "qwen3_a", FIELD / "dspark_qwen3_a")
-    assert all(named.missing(Variant(m, m)) is None for m in ("failfast", "specdiff", "dflash", "dspark"))
+    assert all(named.missing(Row(m, m)) is None for m in ("failfast", "specdiff", "dflash", "dspark"))
     bare = str(FIELD / "dspark_dflash_qwen3_a")
-    assert named.missing(Variant("x", "dspark", {"drafter": bare})).endswith(f"{bare} has no Markov or confidence head")
-    assert named.missing(Variant("eagle3", "eagle3")).endswith("is a drafter for dspark")
+    assert named.missing(Row("x", "dspark", {"drafter": bare})).endswith(f"{bare} has no Markov or confidence head")
+    assert named.missing(Row("eagle3", "eagle3")).endswith("is a drafter for dspark")
 
 
 def test_engines_share_their_target(monkeypatch, tmp_path):
@@ -388,9 +388,9 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
     kinds = {"small": ("autoregressive", "ar")}
     monkeypatch.setattr(engine_pool, "own_method", lambda drafter: kinds.get(drafter, ("block-diffusion", "failfast")))
     common = GenerationConfig()
-    settings = [Variant(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
-    settings.insert(2, Variant("aligned", "failfast", {"schedule": "aligned"}))
-    settings.insert(2, Variant("slow", "failfast", {"tau": 0.9}))
+    settings = [Row(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
+    settings.insert(2, Row("aligned", "failfast", {"schedule": "aligned"}))
+    settings.insert(2, Row("slow", "failfast", {"tau": 0.9}))
 
     # The default pair: a drafter for each method and schedule.
     default = engine_pool.EnginePool(ar_drafter="small")

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from failfast_jax import FailFast, GenerationConfig, load_model
 from failfast_jax.bench.engine_pool import EnginePool
-from failfast_jax.bench.variants import parse_method
+from failfast_jax.bench.rows import parse_row, plain_rows
 from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.dspark import DSparkDrafter
@@ -305,10 +305,10 @@ def test_a_drafter_runs_with_another_theta(write):
     prompt = [int(n) for n in np.random.default_rng(0).integers(3, 150, 40)]
 
     def drafts(method: str) -> list[list[int]]:
-        [variant] = parse_method(method)
-        config = variant.config(GenerationConfig(max_new_tokens=12, ignore_eos=True))
-        pool.prepare(variant, config)
-        return [round.drafted for round in pool.get(variant, config).generate([prompt], config)[0].rounds]
+        row = parse_row(method, plain_rows(), "--methods")
+        config = row.config(GenerationConfig(max_new_tokens=12, ignore_eos=True))
+        pool.prepare(row, config)
+        return [round.drafted for round in pool.get(row, config).generate([prompt], config)[0].rounds]
 
     published_theta = "eagle3:spec_len=3,rope_theta_drafter=10000"
     assert drafts("eagle3:spec_len=3") != drafts(published_theta)

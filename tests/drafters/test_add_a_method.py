@@ -15,7 +15,7 @@ import pytest
 from checkpoint_files import GOLDEN
 
 from failfast_jax import drafters
-from failfast_jax.bench.run_options import METHODS as BENCHMARKED
+from failfast_jax.bench.rows import METHODS as BENCHMARKED
 from failfast_jax.errors import OptionError
 from failfast_jax.generate import main
 from failfast_jax.options import MethodOptions, add_flags, option

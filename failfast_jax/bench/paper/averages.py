@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.released_passes import Counts, counts
+from failfast_jax.bench.rows import BASELINE
 from failfast_jax.bench.speedup_model import Latency, is_priced
-from failfast_jax.bench.variants import BASELINE
 from failfast_jax.public_data.acceptance_law import appendix_b, papers_speedup, published_for
 from failfast_jax.util.records import Record
 from failfast_jax.util.tables import markdown

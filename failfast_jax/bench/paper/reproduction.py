@@ -20,8 +20,8 @@ from failfast_jax.bench.journal import RECORDS, result_of
 from failfast_jax.bench.paper import averages, paper_plots
 from failfast_jax.bench.paper.averages import PaperRun
 from failfast_jax.bench.paper.claims import claims_table
+from failfast_jax.bench.rows import BASELINE
 from failfast_jax.bench.speedup_model import latency_for, parse_latency
-from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError

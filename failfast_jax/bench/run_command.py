@@ -22,12 +22,10 @@ from failfast_jax.bench.engine_pool import find_wanted, naming_models
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.released_passes import with_passes
-from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
+from failfast_jax.bench.rows import changed_options
+from failfast_jax.bench.run_config import RELEASED, RunConfig, add_arguments
 from failfast_jax.bench.speedup_model import Latency, latency_for, parse_latency
-from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
-from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.options import check_least
 from failfast_jax.public_data.question_sets import Dataset, stamp
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import import_optional
@@ -38,16 +36,15 @@ from failfast_jax.util.records import Record
 __all__ = ["add_arguments", "work"]
 
 
-def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
+def check_needs(config: RunConfig, datasets: Sequence[Dataset]) -> None:
     """Raises ValueError if a package is missing that would be needed after hours of answers, or for a bad flag."""
-    check_least(args, repeats=1, actors=1)
-    if user_path(args.out).is_file():
-        raise ValueError(f"--out {args.out}: is a file; name a folder")
-    if args.figures:
+    if user_path(config.out).is_file():
+        raise ValueError(f"--out {config.out}: is a file; name a folder")
+    if config.figures:
         figures.figure_class(figures.OR_WITHOUT)
-    if args.scores and any(dataset.scoring == "math" for dataset in datasets):
+    if config.scores and any(dataset.scoring == "math" for dataset in datasets):
         import_optional("math_verify", "scores", otherwise=", or leave them out with --no-scores")
-    if args.scores and any(dataset.scoring == "humaneval" for dataset in datasets):
+    if config.scores and any(dataset.scoring == "humaneval" for dataset in datasets):
         import_optional("markdown_it", "scores", otherwise=", or leave them out with --no-scores")
 
 
@@ -75,59 +72,53 @@ def draw(out: Path) -> None:
 
 def work(args: argparse.Namespace) -> int:
     """Runs the comparison; 1: an output differs beyond a near-tie."""
-    redraw, args = args.redraw, merged(args)
-    args.out = user_path(args.out)
-    out = processes.output_folder(args.out)
-    if redraw:
+    config = RunConfig.from_flags(args)
+    out = processes.output_folder(user_path(config.out))
+    if args.redraw:
         draw(out)
         return 0
-    task, latency = check(args)
+    task, latency = check(config)
     with sole_writer(out):
         return compare(task, latency, out)
 
 
-def check(args: argparse.Namespace) -> tuple[Task, Latency]:
-    """What a comparison is asked for, checked before any model is loaded, and the modelled latencies.
+def check(config: RunConfig) -> tuple[Task, Latency]:
+    """Returns the work, checked before any model is loaded, and the modelled latencies.
 
     Raises:
       ValueError: options, datasets or packages that cannot be served.
     """
-    common = GenerationConfig(**{"max_new_tokens": args.max_new_tokens, **args.set})
-    common.validate()
-    variants, optional = read_variants(args)
-    check_common(common, variants)
-    for variant in variants:
-        variant.config(common)
-    latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
-    with naming_models(args, variants, args.weights):
-        datasets = read_datasets(args.dataset or (), args.data, limit=args.limit, choices=args.choices)
-    check_needs(args, datasets)
-    find_wanted(args, variants, args.weights)
-    return Task(args, common, variants, optional, datasets), latency
+    rows = config.chosen_rows()
+    latency = latency_for(config.target) if config.modelled is None else parse_latency(config.modelled)
+    with naming_models(config, rows):
+        datasets = config.read_datasets()
+    check_needs(config, datasets)
+    find_wanted(config, rows)
+    return Task(config, config.common(), rows, datasets), latency
 
 
 def compare(task: Task, latency: Latency, out: Path) -> int:
     """Answers and sums up; 1: an output differs beyond a near-tie."""
-    args, common, datasets = task.args, task.common, task.datasets
-    answers = ENGINES[args.engine](task)
-    variants, facts = answers.variants, answers.facts()
+    config, common, datasets = task.config, task.common, task.datasets
+    answers = ENGINES[config.engine](task)
+    rows, facts = answers.rows, answers.facts()
     journal = Journal(out / RECORDS, facts["identity"], facts["machine"])
     answers.run(journal)
-    judged = asked_records(journal, datasets, variants, common, repeats=args.repeats, near_tie=args.near_tie)
-    records = with_passes(judged, released=args.count_passes == RELEASED)
-    right = scores(answers, journal, records) if args.scores else {}
-    tables = {d.name: summary.of_dataset(d, variants, records, latency, right, args.best) for d in datasets}
+    judged = asked_records(journal, datasets, rows, common, repeats=config.repeats, near_tie=config.near_tie)
+    records = with_passes(judged, released=config.count_passes == RELEASED)
+    right = scores(answers, journal, records) if config.scores else {}
+    tables = {d.name: summary.of_dataset(d, rows, records, latency, right, config.best) for d in datasets}
     about = {
         "machine": facts["machine"],
-        "models": facts["models"] | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
-        "count_passes": args.count_passes,
+        "models": facts["models"] | {name: getattr(config, name) for name in ("dtype", "tensor_parallel", "attention")},
+        "count_passes": config.count_passes,
         "options": {"max_new_tokens": common.max_new_tokens, **changed_options(common)},
-        "repeats": args.repeats,
+        "repeats": config.repeats,
         "modelled_with": dataclasses.asdict(latency),
         "left_out": answers.left_out,
     }
     found = summary.whole(tables, **about)
     print(summary.write(found, out))
-    if args.figures:
+    if config.figures:
         draw(out)
     return int(any(row["verdicts"][DIFFERENT] for d in found["datasets"].values() for row in d["settings"].values()))

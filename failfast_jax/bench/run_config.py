@@ -1,0 +1,328 @@
+"""Options of `bench run`: each is declared once, for the command line, the YAML file of `--config` and its checks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from failfast_jax.bench.rows import (
+    ALL,
+    Row,
+    RowEntry,
+    check_common,
+    check_option,
+    option_names,
+    parse_options,
+    parse_row,
+    plain_rows,
+    select_rows,
+    split_entries,
+)
+from failfast_jax.bench.summary import BEST, TIMED
+from failfast_jax.checkpoints.checkpoint import DTYPES
+from failfast_jax.drafters import METHODS
+from failfast_jax.errors import OptionError
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.models.attention import KERNELS
+from failfast_jax.options import CommandOptions, Option, add_flag, check_value, option, type_of
+from failfast_jax.public_data import question_sets
+from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset
+from failfast_jax.util import processes
+from failfast_jax.util.command_line import import_optional
+from failfast_jax.util.files import user_path
+
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
+"""Files of `--config` that come with the package, by name."""
+MODELS = ("target", "drafter", "ar_drafter")
+ALIASES = {"methods": "rows", "dataset": "datasets", "set": "options"}
+"""Keys of the file whose flags hold text: `--methods`, `--dataset`, `--set`."""
+OURS, RELEASED = "ours", "released"
+Entry = TypeVar("Entry", bound=CommandOptions)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSetting(Option):
+    """Declaration of an option of `bench run`.
+
+    Attributes:
+      group: its heading on the help page; empty: a key of the file, without a flag.
+      flag: further arguments of `add_argument`.
+    """
+
+    group: str = ""
+    flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _setting(default: Any, help: str, *, metavar: str | None = None, **about: Any) -> Any:
+    if metavar is not None:
+        about["flag"] = {"metavar": metavar, **about.get("flag", {})}
+    return dataclasses.field(default=default, metadata={"option": RunSetting(help, **about)})
+
+
+_asked = functools.partial(_setting, group="questions and methods")
+_model = functools.partial(_setting, group="models")
+_result = functools.partial(_setting, group="result")
+_SEVERAL: dict[str, Any] = {"action": "append"}
+_WORDS: dict[str, Any] = {"action": "extend", "nargs": "+"}
+_YES_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(CommandOptions):
+    """Options of a run: a field with a group has a flag; flags win over the file.
+
+    Raises:
+      OptionError: a value of another type or out of its range.
+    """
+
+    dataset: tuple = _asked((), f"{', '.join(SOURCES)}, or a file of prompts", metavar="D", flag=_SEVERAL)
+    datasets: tuple = _setting((), "of the file: names, or mappings")
+    data: tuple = _asked(
+        (),
+        "JSONL, JSON or Parquet with the rows of dataset D, instead of its package or the Hub",
+        metavar="[D=]FILE",
+        flag=_SEVERAL,
+    )
+    choices: str | None = _asked(
+        None, "order of GPQA's answers: its own for each question, or A correct", choices=CHOICES
+    )
+    limit: int | None = _asked(None, "first n rows of each dataset", least=1)
+    methods: str | None = _asked(
+        None,
+        f"rows: a method or a row of the file, with options: NAME:key=value,..., and values to compare: "
+        f"NAME:key=v1|v2 or NAME:key=FIRST:LAST; methods: {', '.join(METHODS)}, or {ALL}",
+        metavar="a,b",
+    )
+    rows: tuple = _setting((), "`methods` of the file: text, or mappings")
+    sweep: tuple = _asked(
+        (),
+        "one more row, with values to compare: NAME:key=v1|v2 (best point per dataset)",
+        metavar="NAME:key=VALUES",
+        flag=_SEVERAL,
+    )
+    max_new_tokens: int = _asked(256, "maximum length of an answer in tokens", least=1)
+    set: tuple = _asked(
+        (),
+        f"for all methods, or with ROW:key=value for a row: {', '.join(option_names())}",
+        metavar="key=value",
+        flag=_WORDS,
+    )
+    options: Mapping | None = _setting(None, "of the file: options for all methods")
+    repeats: int = _asked(1, "runs per question and row", least=1)
+
+    target: str | None = _model(None, "none: the default pair's, whatever the file says", metavar="P")
+    drafter: str | None = _model(None, "block-diffusion drafter, or one that reads the target's features", metavar="P")
+    ar_drafter: str | None = _model(None, "autoregressive drafter", metavar="P")
+    dtype: str | None = _model(None, "weight dtype", choices=tuple(DTYPES))
+    tensor_parallel: int = _model(1, "devices that share each layer", least=1)
+    attention: str | None = _model(None, "kernel of cached attention", choices=KERNELS)
+    engine: str = _model("local", "ray: questions are shared out among actors", choices=("local", "ray"))
+    actors: int = _model(2, "engines of --engine ray", least=1)
+    weights: Mapping | None = _setting(None, "of the file: where models come from, by name")
+
+    out: str = _result("failfast-bench", "an interrupted run continues there", metavar="DIR")
+    count_passes: str = _result(
+        OURS,
+        "drafter passes: as they are made, or as the authors' released code would make and count them",
+        choices=(OURS, RELEASED),
+    )
+    best: str = _result(TIMED, "by which speedup the best point of a sweep is picked", choices=tuple(BEST))
+    near_tie: float = _result(1e-3, "treat a differing token as equal if the top-2 logit gap is below x")
+    exact: bool = _result(False, "bit-identical outputs: nothing is excused")
+    modelled: str | None = _result(None, "latencies of the modelled speedup: 7B, 14B, 32B or DRAFT:TARGET", metavar="X")
+    scores: bool = _result(True, "is each answer right?", flag=_YES_NO)
+    figures: bool = _result(True, "PNG and SVG", flag=_YES_NO)
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> RunConfig:
+        """Returns the flags over the file of `--config` or `--preset` over the defaults.
+
+        Raises:
+          ValueError: a file that cannot be read, or a value that is refused.
+        """
+        path = PRESETS.get(args.preset, args.config)
+        flags = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(cls)}
+        flags = {name: _frozen(value) for name, value in flags.items() if value is not None}
+        flags |= {name: None for name in MODELS if flags.get(name) == "none"}
+        return cls(**{**(read_config(path) if path is not None else {}), **flags})
+
+    def common(self) -> GenerationConfig:
+        """Returns the options of every row that has none of its own, checked."""
+        texts = [text for text in self.set if not _names_row(text)]
+        exact = {"exact": True} if self.exact else {}
+        options = {
+            "max_new_tokens": self.max_new_tokens,
+            **(self.options or {}),
+            **parse_options("--set", texts),
+            **exact,
+        }
+        config = GenerationConfig(**options)
+        config.validate()
+        return config
+
+    def chosen_rows(self) -> list[Row]:
+        """Returns the rows that are compared; see `select_rows`.
+
+        Raises:
+          ValueError: an unknown method or option; the message names the flag or the file's entry.
+        """
+        file_rows = [
+            parse_row(entry, plain_rows(), f"methods: {entry}")
+            if isinstance(entry, str)
+            else read_entry(RowEntry, entry, "methods").row()
+            for entry in self.rows
+            if entry != ALL
+        ]
+        methods = split_entries(self.methods) or [""] if self.methods is not None else [ALL] * (ALL in self.rows)
+        if self.methods is None:
+            methods += [row.label for row in file_rows]
+        common = self.common()
+        rows = select_rows(methods, self.sweep, file_rows, list(filter(_names_row, self.set)), self.target)
+        check_common(common, rows)
+        for row in rows:
+            row.config(common)
+        return rows
+
+    def read_datasets(self) -> list[Dataset]:
+        """Returns the questions of `--dataset`, or of the file.
+
+        Raises:
+          ValueError, OSError: an unknown or repeated dataset, or rows that cannot be had; the message names them, all
+            that cannot be fetched at once.
+        """
+        entries = [
+            DatasetEntry(name=e) if isinstance(e, str) else read_entry(DatasetEntry, e, "datasets")
+            for e in self.datasets
+        ]
+        if self.dataset:
+            by_name = {entry.name: entry for entry in entries}
+            names = [name for text in self.dataset for name in question_sets.names_of(text)]
+            entries = [by_name.get(name, DatasetEntry(name=name)) for name in names]
+        if not entries:
+            raise ValueError(f"--dataset: name one of {', '.join(SOURCES)}, or a file of prompts")
+        files = question_sets.files_of(self.data)
+        if None in files and len(entries) > 1:
+            raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
+        datasets: dict[str, Dataset] = {}
+        unreachable: list[question_sets.UnreachableError] = []
+        for entry in entries:
+            file = files.pop(entry.name, None) or files.pop(None, None)
+            try:
+                dataset = entry.load(file, self.limit, self.choices)
+            except question_sets.UnreachableError as error:
+                unreachable.append(error)
+                continue
+            if dataset.name in datasets:
+                raise ValueError(f"--dataset {entry.name}: named twice")
+            datasets[dataset.name] = dataset
+        if unreachable:
+            raise ValueError("\n".join(map(str, unreachable))) from unreachable[0]
+        if self.choices and "gpqa" not in datasets:
+            raise ValueError(f"--choices {self.choices}: --dataset does not name gpqa")
+        if files:
+            raise ValueError(f"--data {next(iter(files))}={next(iter(files.values()))}: --dataset does not name it")
+        return list(datasets.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetEntry(CommandOptions):
+    """A mapping in a file's `datasets`."""
+
+    name: str = option("", "dataset, or file of prompts")
+    data: str | None = option(None, "file with its rows")
+    limit: int | None = option(None, "first n rows", least=1)
+    template: str | None = option(None, "prompt in place of the standard one")
+    choices: str | None = option(None, "order of GPQA's answers", choices=CHOICES)
+
+    def load(self, file: Path | None, limit: int | None, choices: str | None) -> Dataset:
+        """Returns the questions; `--data`, `--limit` and `--choices` say what the mapping leaves open."""
+        return load_dataset(
+            self.name,
+            data=user_path(self.data) if self.data is not None else file,
+            limit=self.limit if self.limit is not None else limit,
+            template=self.template,
+            choices=choices if self.name == "gpqa" and choices else self.choices,
+        )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _names_row(text: str) -> bool:
+    return ":" in text.partition("=")[0]
+
+
+def read_entry(kind: type[Entry], entry: Any, where: str) -> Entry:
+    """Returns a mapping of a file as the dataclass that declares its keys.
+
+    Raises:
+      ValueError: no mapping, an unknown key, or a value that is refused; the message begins with `where`.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if not isinstance(entry, Mapping) or entry.keys() - fields.keys():
+        raise ValueError(f"{where}: {entry!r} must be text, or have the keys {', '.join(fields)}")
+    for key, value in entry.items():
+        if isinstance(value, Mapping) and not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{where}: {key} {value!r}: its keys must be text")
+        try:
+            check_value(fields[key], value)
+        except OptionError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return kind(**entry)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the values of a YAML file by the name of their field.
+
+    Raises:
+      ValueError: it cannot be read, is no mapping, or has an unknown key or a value of another type; the message
+        names file and key.
+    """
+    yaml = import_optional("yaml", "--config")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be a mapping")
+    fields = {field.name: field for field in dataclasses.fields(RunConfig)}
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        name = ALIASES.get(name, name)
+        if name not in fields:
+            keys = [other for other in fields if other not in ALIASES.values()]
+            raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join(keys)}, datasets, options)")
+        if type_of(fields[name]) == "tuple":
+            value = tuple(value) if isinstance(value, list) else (value,)
+        if name in ("data", "sweep") and not all(isinstance(text, str) for text in value):
+            raise ValueError(f"{path}: {key}: {value!r} must be text")
+        values[name] = value
+    read_entry(RunConfig, values, str(path))
+    for name in values.get("options") or ():
+        check_option(f"{path}: options", name)
+    return values
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags; an absent flag is None."""
+    whole = parser.add_mutually_exclusive_group()
+    whole.add_argument("--config", metavar="FILE", type=user_path, help="YAML with the long names below as keys")
+    whole.add_argument("--preset", choices=PRESETS, help="a built-in --config file")
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(RunConfig):
+        about: RunSetting = field.metadata["option"]
+        if not about.group:
+            continue
+        if about.group not in groups:
+            note = "without any of them, the default pair" if about.group == "models" else None
+            groups[about.group] = parser.add_argument_group(about.group, note)
+        text = about.help if type_of(field) == "tuple" else None
+        add_flag(groups[about.group], field, text, **about.flag)
+    processes.add_flag(groups["models"])
+    groups["result"].add_argument("--redraw", action="store_true", help="only draw the figures of --out again")

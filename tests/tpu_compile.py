@@ -313,7 +313,7 @@ def replayed(topology_name: str, *wanted: str) -> None:
     devices = devices_of(topology_name)
     mesh = mesh_of(devices) if len(devices) > 1 else None
     sizes = {"seed": 0, "repeats": 1, "tensor_parallel": len(devices)}
-    options = ReplayOptions("drafter", ("MATH",), ("wide", "paper"), 12, 1024, "bfloat16", "tpu", "tpu", **sizes)
+    options = ReplayOptions("drafter", ("MATH",), 12, 1024, "bfloat16", "tpu", "tpu", **sizes)
     pair = ReplayedPair("target", options, mesh)
     place = jax.sharding.SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, P())
 
@@ -324,8 +324,7 @@ def replayed(topology_name: str, *wanted: str) -> None:
     models, caches = jax.tree.map(placed, (models, caches))
     start = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), start)
     reports = {}
-    for words, (program, last) in pair.programs.items():
-        key = " ".join(map(str, words))
+    for key, (program, last) in pair.programs.items():
         if wanted and key not in wanted:
             continue
         last = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), last)

@@ -49,7 +49,7 @@ PROMPT = "Write a Python function that adds two numbers, and then one that multi
 REPLAY = ("--target=qwen2.5-1.5b", "--dataset=math")
 QUICK_REPLAY = (
     *("--target=tiny", "--drafter=tiny-drafter", "--dtype=float32", "--platform=gpu"),
-    *("--dataset=math", "--passes=wide", "--rounds=12", "--context=40", "--repeats=1"),
+    *("--dataset=math", "--rounds=12", "--context=40", "--repeats=1"),
 )
 ESTIMATES = ROOT / "docs" / "tpu_compile.json"
 """The timeline's milliseconds of passes, as `aot_report --out` wrote them."""

@@ -16,14 +16,15 @@ def load_smollm2(gguf_path: str | Path) -> Any:
     """Returns a `LlamaForCausalLM` in float32, on the CPU and in eval mode, from a llama-architecture GGUF file.
 
     Raises:
-      ModuleNotFoundError: torch, transformers or gguf is missing; the message has the pip command.
+      ModuleNotFoundError: a package is missing; the message has the pip command.
     """
+    names = ("torch", "transformers", "gguf", "accelerate")
     try:
-        torch, transformers, _ = (importlib.import_module(name) for name in ("torch", "transformers", "gguf"))
+        torch, transformers, *_ = map(importlib.import_module, names)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"the transformers reference needs the package {error.name!r}, which is not installed: "
-            "pip install torch transformers gguf accelerate",
+            f"pip install {' '.join(names)}",
             name=error.name,
         ) from None
     path = Path(gguf_path)

@@ -39,7 +39,7 @@ from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.expected_tokens import Costs
-from failfast_jax.public_data.model_shapes import hollow, nbytes
+from failfast_jax.public_data.model_shapes import minimal_model, nbytes
 from failfast_jax.public_data.question_sets import PROMPTS
 from failfast_jax.runtime.model_runtime import Request
 from failfast_jax.serving.queue import Finished, Queue
@@ -125,7 +125,7 @@ def overhead(models: MicroModels) -> dict[str, Any]:
     engine, report = models.self_drafting, {}
     tokenizers = {"tokenizer": engine.tokenizer, "drafter_tokenizer": engine.tokenizer}  # one row more is no mismatch
     for vocab in (512, engine.target.config.vocab_size):
-        target = Decoder(hollow(engine.target.config, vocab), rngs=nnx.Rngs(0))
+        target = Decoder(minimal_model(engine.target.config, vocab), rngs=nnx.Rngs(0))
         tiny = FailFast(target, as_untrained_drafter(target), **tokenizers)
         for method in ("vanilla", "lookup", "auto"):
             config = GenerationConfig(method, max_new_tokens=128, ignore_eos=True)

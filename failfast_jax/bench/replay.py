@@ -1,13 +1,13 @@
-"""What a round costs at real sizes, with the paper's acceptance injected.
+"""What a round costs at real sizes, with the paper's acceptance imposed.
 
-The models have the shapes of Qwen2.5 and Fast-dLLM v2 and random weights, so their drafts mean nothing. How long
-each draft grows and how much of it the target accepts is therefore drawn beforehand, from a law fitted to the
-paper's statistics (`acceptance_law`), and imposed on the real compiled round: the drafter's own expansion with
-a stopping rule that ends at the drawn length, the target's own verify, and picks overwritten so that exactly the
-drawn number of tokens agrees. Every pass of every model is executed; nothing leaves the device inside the loop.
-`vanilla` is timed in turn with it, from the same context on.
+The models have the shapes of Qwen2.5 and Fast-dLLM v2 and random weights, so their drafts mean nothing. The length of
+each draft and of its accepted part are drawn beforehand, from a law fitted to the paper's statistics
+(`acceptance_law`), and imposed on the real compiled round: the drafter's own expansion with a stopping rule that ends
+at the drawn length, the target's own verify, and picks overwritten so that exactly the drawn number of tokens agrees.
+Every pass of every model is executed; nothing leaves the device inside the loop. `vanilla` is timed in turn with it,
+from the same context on.
 
-The result says how fast the engine is *if* drafts are accepted as the paper says. It says nothing about a drafter.
+The result is the engine's speed *if* drafts are accepted as in the paper. It is no measurement of a drafter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
-from failfast_jax.bench.replay_report import NOTICE, report
 from failfast_jax.checkpoints.checkpoint import DTYPES
+from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
 from failfast_jax.options import check_least
@@ -35,7 +35,12 @@ from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, TARGETS, Mi
 from failfast_jax.util import hardware, processes
 from failfast_jax.util.files import sole_writer, user_path, write_atomically, write_json
 from failfast_jax.util.records import Journal
+from failfast_jax.util.tables import markdown
 
+NOTICE = (
+    "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "
+    "This measures the engine, not a drafter."
+)
 TARGETS_FILE = "targets.jsonl"
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
@@ -44,10 +49,10 @@ MEMORY_FRACTION = "0.95"
 
 
 def replay_target(name: str, options: ReplayOptions) -> dict[str, Any]:
-    """The record of one target: what was measured, or why it was skipped.
+    """Returns the record of one target: its measurements, or why it was skipped.
 
     Raises:
-      OptionError: there are not so many devices, or the target cannot be spread over them.
+      OptionError: there are too few devices, or the target cannot be spread over them.
     """
     single = options.tensor_parallel == 1 and processes.is_single_process()
     mesh = None if single else make_mesh(options.tensor_parallel, config=lambda: CONFIGS[name])
@@ -66,91 +71,119 @@ def replay_target(name: str, options: ReplayOptions) -> dict[str, Any]:
     return json.loads(json.dumps(record))
 
 
-def check(args: argparse.Namespace) -> ReplayOptions:
-    """The settings that the options ask for.
+def work(args: argparse.Namespace) -> int:
+    """Runs the benchmark. A target that does not fit is skipped, and reported as skipped.
 
     Raises:
       ValueError: an option out of its range.
     """
-    check_least(args, rounds=2, context=2, repeats=1, tensor_parallel=1)
-    chosen = {
-        "datasets": tuple(dict.fromkeys(published_for("", name).dataset for name in args.dataset.split(","))),
-        "passes": ("wide", "paper") if args.passes is None else (args.passes,),
-        "platform": args.platform or jax.default_backend(),
-    }
-    return ReplayOptions(**{f.name: getattr(args, f.name, None) for f in dataclasses.fields(ReplayOptions)} | chosen)
-
-
-def measure(names: list[str], options: ReplayOptions, journal: Journal, spared: bool) -> list[dict[str, Any]]:
-    """The records of all targets, those of earlier runs with the same options included.
-
-    Args:
-      spared: whether real sizes are left out.
-    """
-    found = {record["target"]: record for record in journal.records if "skipped" not in record}
-    for name in names:
-        if name in found:
-            continue
-        if spared and name in REAL:
-            found[name] = {"target": name, "skipped": f"hours on a CPU; --target {name} runs it all the same"}
-            continue
-        found[name] = replay_target(name, options)
-        journal.append({"kind": "target", **found[name]})
-        gc.collect()
-    return [found[name] for name in names]
-
-
-def work(args: argparse.Namespace) -> int:
-    """Runs the benchmark. A target that does not fit is skipped, and said so."""
     if args.limits:
         print(acceptance_law.limits_table())
         return 0
+    if args.passes is not None:
+        raise OptionError("--passes: is not needed any more; rows of both kinds are always shown; leave it out")
     if args.out is not None:
         args.out = processes.output_folder(args.out)
     if not any(name in os.environ for name in MEMORY_VARIABLES):  # read when JAX first meets the device
         os.environ[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
-    options = check(args)
-    on_cpu = jax.default_backend() == "cpu"
-    names = [args.target] if args.target else [*REAL, *(["tiny"] if on_cpu else [])]
+    check_least(args, rounds=2, context=2, repeats=1, tensor_parallel=1)
+    datasets = tuple(dict.fromkeys(published_for("", name).dataset for name in args.dataset.split(",")))
+    values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(ReplayOptions)}
+    values |= {"datasets": datasets, "platform": args.platform or jax.default_backend()}
     with contextlib.nullcontext() if args.out is None else sole_writer(args.out):
-        return replayed(args, options, names, spared=on_cpu and not args.target)
+        replay_targets(args, ReplayOptions(**values))
+    return 0
 
 
-def replayed(args: argparse.Namespace, options: ReplayOptions, names: list[str], spared: bool) -> int:
-    """Times the targets; prints and writes what was found."""
+def replay_targets(args: argparse.Namespace, options: ReplayOptions) -> None:
+    """Times the targets that `--out` has no record of; prints and writes all records."""
     host = hardware.machine()
     identity = {**dataclasses.asdict(options), **{key: host[key] for key in ("device", "processor", "jax")}}
     journal = Journal(None if args.out is None else args.out / TARGETS_FILE, json.loads(json.dumps(identity)), host)
-    summary = {
-        "what": NOTICE,
-        "machine": host,
-        "settings": dataclasses.asdict(options),
-        "law": inspect.cleandoc(acceptance_law.__doc__),
-        "targets": measure(names, options, journal, spared),
-    }
-    text = report(summary)
+    records = {record["target"]: record for record in journal.records if "skipped" not in record}
+    on_cpu = jax.default_backend() == "cpu"
+    names = [args.target] if args.target else [*REAL, *(["tiny"] if on_cpu else [])]
+    for name in names:
+        if name in records:
+            continue
+        if on_cpu and not args.target and name in REAL:
+            records[name] = {"target": name, "skipped": f"hours on a CPU; --target {name} runs it all the same"}
+            continue
+        records[name] = replay_target(name, options)
+        journal.append({"kind": "target", **records[name]})
+        gc.collect()
+    summary = {"what": NOTICE, "machine": host, "settings": dataclasses.asdict(options)}
+    summary |= {"law": inspect.cleandoc(acceptance_law.__doc__), "targets": [records[name] for name in names]}
+    text = replay_tables(summary)
     print(text)
     if args.out is not None:
         write_json(args.out / "replay.json", summary)
         write_atomically(args.out / "replay.md", text + "\n")
-    return 0
+
+
+def replay_tables(summary: dict[str, Any]) -> str:
+    """Formats the records as Markdown: times of the parts, and of the rounds."""
+    settings, host = summary["settings"], summary["machine"]
+    header = (
+        f"{host['device']}, JAX {host['jax']}, {host['date']}; drafter {settings['drafter']}, {settings['dtype']}, "
+        f"tensor-parallel {settings['tensor_parallel']}, batch 1, context {settings['context']}, "
+        f"{settings['rounds']} rounds, seed {settings['seed']}, attention kernel {settings['kernel'] or 'by default'}. "
+        "The floor is what a device has to read (weights, live cache) at the measured bandwidth of a copy."
+    )
+    parts, rounds, skipped = [], [], []
+    for record in summary["targets"]:
+        name = record["target"]
+        if "skipped" in record:
+            skipped.append([name, f"skipped: {record['skipped']}", *["-"] * (len(CASE_COLUMNS) - 1)])
+            continue
+        timed = {"vanilla step": record["vanilla"], "bookkeeping of a round": {"ms": record["bookkeeping_ms"]}}
+        timed |= {f"verify, {rows} rows": times for rows, times in record["verify"].items()}
+        timed |= {f"drafter pass, {rows} rows": times for rows, times in record["drafter_pass"].items()}
+        for label, times in timed.items():
+            over = f"{times['over_floor']:.2f}" if "over_floor" in times else "-"
+            steps = times["ms"] / record["vanilla"]["ms"]
+            parts.append([name, label, f"{times['ms']:.3f}", over, f"{steps:.2f}"])
+        rounds += [[name, *case_cells(case)] for case in record["cases"]]
+    tables = [markdown(("target", "replay: parts", "ms", "over floor", "vanilla steps"), parts)] if parts else []
+    tables.append(markdown(["target", *CASE_COLUMNS], rounds + skipped))
+    return "\n\n".join([f"**{NOTICE}**", header, *tables])
+
+
+PART_NAMES = ("drafter", "verify", "bookkeeping", "rest")
+"""Parts of a round's time."""
+CASE_COLUMNS = (
+    *("replay of", "accepted / drafted", "drafter passes", "round ms", "over floor", f"{' / '.join(PART_NAMES)} ms"),
+    *("speedup (replay)", "at the floor", "paper's"),
+)
+
+
+def case_cells(case: dict[str, Any]) -> list[str]:
+    """Formats one row of `CASE_COLUMNS`."""
+    statistics = case["statistics"]
+    source = "" if statistics["same_target"] else f" ({statistics['target']}'s)"
+    ratios = (f"{case[key]:.2f}" for key in ("speedup", "speedup_at_floor", "papers_speedup"))
+    return [
+        f"{case['dataset']}{source}, passes: {case['passes']}",
+        f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}",
+        f"{case['passes_per_round']:.2f}",
+        f"{case['round_ms']:.3f}",
+        f"{case['over_floor']:.2f}",
+        " / ".join(f"{case['parts_ms'][part]:.3f}" for part in PART_NAMES),
+        *ratios,
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's flags."""
-    parser.add_argument("--limits", action="store_true", help="print what memory bandwidth allows, measure nothing")
+    """Adds the command's flags."""
+    parser.add_argument("--limits", action="store_true", help="print the limits of memory bandwidth, measure nothing")
     parser.add_argument("--target", choices=TARGETS, help=f"default: {', '.join(REAL)}, each if the device holds it")
     parser.add_argument("--drafter", choices=DRAFTERS, default="fast-dllm-v2-1.5b")
     parser.add_argument(
         "--dataset",
         default=",".join(DATASETS).lower(),
-        help="whose statistics, comma-separated (default: all); vanilla runs as many tokens as the first emits",
+        help="datasets of the statistics, comma-separated (default: all); vanilla runs as many tokens as the first",
     )
-    parser.add_argument(
-        "--passes",
-        choices=("wide", "paper"),
-        help="wide: the drafter passes that our schedule needs; paper: the paper's 3.0 to 3.6 a round (default: both)",
-    )
+    parser.add_argument("--passes", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", metavar="n", type=int, default=128)
     parser.add_argument("--context", metavar="n", type=int, default=1024, help="committed tokens at the beginning")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
@@ -159,9 +192,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (default: 1)"
     )
     processes.add_flag(parser)
-    parser.add_argument("--kernel", choices=KERNELS, help="of attention (default: the platform's)")
-    parser.add_argument("--seed", metavar="n", type=int, default=0, help="of weights and draws")
+    parser.add_argument("--kernel", choices=KERNELS, help="attention kernel (default: the platform's)")
+    parser.add_argument("--seed", metavar="n", type=int, default=0, help="seed of weights and draws")
     parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")
     parser.add_argument(
-        "--out", metavar="FOLDER", type=user_path, help="JSON and table; an interrupted run continues from it"
+        "--out", metavar="FOLDER", type=user_path, help="JSON and tables; an interrupted run continues from it"
     )

@@ -1,9 +1,10 @@
-"""One target and drafter of real sizes on the device, and every program of theirs that a replay times."""
+"""One target and drafter of real sizes on the device: the programs that a replay times, and its record."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -38,23 +39,15 @@ from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Execution, execution_of
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.public_data.acceptance_law import (
-    CHUNK,
-    Law,
-    Statistics,
-    draw,
-    extra_passes,
-    fit,
-    papers_speedup,
-    published_for,
-)
+from failfast_jax.public_data import acceptance_law
+from failfast_jax.public_data.acceptance_law import CHUNK, Law, Statistics
 from failfast_jax.public_data.model_shapes import (
     CONFIGS,
     abstract_caches,
     abstract_model,
     check_memory,
     device_reads,
-    hollow,
+    minimal_model,
     random_arrays,
     spread_shapes,
 )
@@ -64,16 +57,15 @@ from failfast_jax.util.progress import progress_bar, waiting
 LONGEST = 70
 """Longest draft of the paper's tables."""
 DEFAULT_CAP = 60
-"""The engine's own cap: a verify of 61 rows is timed beside that of the paper's 71."""
+"""The engine's own longest draft: a verify of 61 rows is timed beside that of the paper's 71."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayOptions:
-    """What a run measures; see the command's options."""
+    """Settings of a run; see the command's flags."""
 
     drafter: str
     datasets: tuple[str, ...]
-    passes: tuple[str, ...]
     rounds: int
     context: int
     dtype: str
@@ -88,58 +80,86 @@ class ReplayOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One replay of a target: draws, and what is known about them beforehand."""
+    """One dataset's draws, and the passes that follow from them."""
 
     statistics: Statistics
     law: Law
-    passes: str
-    """`wide`: as many as the schedule needs. `paper`: the published number."""
     draws: Draws
     schedule: Schedule
 
+    @classmethod
+    def drawn(cls, target: str, dataset: str, drafter: Wide, plan: Plan, options: ReplayOptions) -> Case:
+        """Draws the rounds of a dataset from its law."""
+        statistics = acceptance_law.published_for(target, dataset)
+        law = acceptance_law.fit(statistics)
+        draws = Draws(*map(jnp.asarray, acceptance_law.draw(law, options.rounds, options.seed)))
+        return cls(statistics, law, draws, schedule(drafter, draws, options.context, plan.widths))
+
     def check(self, log: RoundLog) -> None:
-        """Whether the rounds did what was drawn.
+        """Compares the rounds with the draws.
 
         Raises:
           RuntimeError: a round drafted, accepted, emitted or passed otherwise.
         """
         rounds = len(self.draws.accepted)
-        expected = {
-            "draft_length": self.draws.chunks * CHUNK,
-            "accepted": self.draws.accepted,
-            "emitted": self.draws.accepted + 1,
-            "passes": self.schedule.passes,
-        }
+        expected = {"draft_length": self.draws.chunks * CHUNK, "accepted": self.draws.accepted}
+        expected |= {"emitted": self.draws.accepted + 1, "passes": self.draws.chunks}  # one pass per chunk
         for name, values in expected.items():
             wrong = np.flatnonzero(np.asarray(getattr(log, name))[0, :rounds] != np.asarray(values))
             if wrong.size or int(log.round) != rounds:
-                at = int(wrong[0]) if wrong.size else int(log.round)
-                raise RuntimeError(
-                    f"{self.statistics.dataset}, {self.passes}: round {at} of {rounds} left the draws ({name})"
-                )
+                place = int(wrong[0]) if wrong.size else int(log.round)
+                raise RuntimeError(f"{self.statistics.dataset}: round {place} of {rounds} left the draws ({name})")
 
 
-def make_cases(target: str, drafter: Wide, plan: Plan, options: ReplayOptions) -> list[Case]:
-    """One case a dataset and kind of passes; both kinds of a dataset have the same draws."""
-    cases = []
-    for dataset in options.datasets:
-        statistics = published_for(target, dataset)
-        law = fit(statistics)
-        chunks, accepted = draw(law, options.rounds, options.seed)
-        for passes in options.passes:
-            extra = np.zeros_like(chunks)
-            if passes == "paper":
-                extra = extra_passes(chunks, statistics.drafter_passes)
-            draws = Draws(chunks=jnp.asarray(chunks), accepted=jnp.asarray(accepted), extra=jnp.asarray(extra))
-            planned = schedule(drafter, draws, options.context, plan.widths)
-            cases.append(Case(statistics, law, passes, draws, planned))
-    return cases
+@dataclasses.dataclass(frozen=True)
+class CaseReport:
+    """Times of one dataset's rounds, each the mean of a round."""
+
+    dataset: str
+    passes: str
+    """`wide`: as timed, one drafter pass per chunk. `paper`: computed, with the paper's number of passes."""
+    statistics: Statistics
+    law: dict[str, Any]
+    rounds: int
+    tokens: int
+    drafted_per_round: float
+    accepted_per_round: float
+    passes_per_round: float
+    round_ms: float
+    floor_ms: float
+    parts_ms: dict[str, float]
+    vanilla: dict[str, float]
+    """Times of a step of plain decoding."""
+
+    def with_passes(self, passes: float, one_pass: dict[str, float]) -> CaseReport:
+        """Returns the row with `passes` drafter passes per round; each further one costs `one_pass`."""
+        more = max(passes - self.passes_per_round, 0.0)
+        return dataclasses.replace(
+            self,
+            passes="paper",
+            passes_per_round=self.passes_per_round + more,
+            round_ms=self.round_ms + more * one_pass["ms"],
+            floor_ms=self.floor_ms + more * one_pass["floor_ms"],
+            parts_ms=self.parts_ms | {"drafter": self.parts_ms["drafter"] + more * one_pass["ms"]},
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """Returns the row of `replay.json`: the fields, and the ratios that follow from them."""
+        record, tokens_per_round = dataclasses.asdict(self), self.tokens / self.rounds
+        vanilla = record.pop("vanilla")
+        return record | {
+            "over_floor": self.round_ms / self.floor_ms,
+            "tokens_per_s": 1e3 * tokens_per_round / self.round_ms,
+            "speedup": tokens_per_round * vanilla["ms"] / self.round_ms,
+            "speedup_at_floor": tokens_per_round * vanilla["floor_ms"] / self.floor_ms,
+            "papers_speedup": acceptance_law.papers_speedup(self.statistics),
+        }
 
 
 def abstract_pair(
     target: ModelConfig, drafter: ModelConfig, options: ReplayOptions, mesh: Mesh | None = None, whole: bool = False
 ) -> Models:
-    """A target, and a `wide` drafter around its model, of shapes.
+    """Returns the shapes of a target and of a `wide` drafter around its model.
 
     Args:
       mesh: devices that they are spread over.
@@ -162,19 +182,16 @@ def abstract_pair(
     return jax.tree.map(shape, Models(model(target, False), wide))
 
 
-Key = tuple[str | int, ...]
-"""What is timed: `("vanilla",)`, `("replay", 0)` (a case), `("verify", 72)`, `("pass", 32)`, `("bookkeeping",)`."""
-
-
 class ReplayedPair:
-    """One target and drafter, with every program that is timed on them. Nothing is allocated before `measure`.
+    """One target and drafter, and the programs that are timed on them. Nothing is allocated before `measure`.
 
     Raises:
       OptionError: the target cannot be spread over the mesh.
 
     Attributes:
-      programs: by what is timed, a compiled function of models, caches, start and steps or draws, and the latter.
-      seconds: medians, once measured.
+      programs: compiled functions with their last argument (steps or draws), by name: `vanilla`, `replay MATH`,
+        `verify 72` (rows), `pass 32` (rows), `bookkeeping`.
+      seconds: medians by name, once measured.
     """
 
     def __init__(self, name: str, options: ReplayOptions, mesh: Mesh | None = None):
@@ -183,41 +200,33 @@ class ReplayedPair:
         self.models = abstract_pair(*self.configs, options, mesh)
         drafter = self.models.drafter
         self.plan = make_plan(drafter, platform=options.platform)
-        self.cases = make_cases(name, drafter, self.plan, options)
+        self.cases = [Case.drawn(name, dataset, drafter, self.plan, options) for dataset in options.datasets]
         self.capacity = options.context + max(case.schedule.tokens for case in self.cases) + LONGEST + 1
         self.length = buffer_length(self.capacity, drafter, self.plan)
-        self.steps = {"vanilla": self.cases[0].schedule.tokens, "part": max(options.rounds // 2, 2)}
-        self.verify_widths, self.pass_widths = self._widths(drafter)
+        self.steps, self.part_steps = self.cases[0].schedule.tokens, max(options.rounds // 2, 2)
+        verify = {*self.plan.widths}
+        if options.platform != "cpu":  # an accelerator verifies any draft in one width
+            verify.add(DEFAULT_WIDTHS[options.platform].ladder(DEFAULT_CAP + 1)[-1])
+        self.verify_widths = sorted(verify)
+        self.pass_widths = list(range(drafter.block, drafter.window + 1, drafter.block))
         self.programs = self._programs()
-        self.seconds: dict[Key, float] = {}
+        self.seconds: dict[str, float] = {}
 
-    def _widths(self, drafter: Wide) -> tuple[list[int], list[int]]:
-        """Of verifies: those of the rounds and, where widths are not a ladder, the one for a draft of 60. Of passes."""
-        verify = set(self.plan.widths)
-        if self.options.platform != "cpu":
-            verify.add(DEFAULT_WIDTHS[self.options.platform].ladder(DEFAULT_CAP + 1)[-1])
-        return sorted(verify), list(range(drafter.block, drafter.window + 1, drafter.block))
-
-    def _programs(self) -> dict[Key, tuple[Callable, Any]]:
-        room, part = {"capacity": self.capacity}, np.int32(self.steps["part"])
-        plain = make_plan(Drafter(), platform=self.options.platform)
-        programs: dict[Key, tuple[Callable, Any]] = {
-            ("vanilla",): (compiled(vanilla_program, **room, plan=plain), np.int32(self.steps["vanilla"]))
-        }
-        replays = {
-            passes: compiled(replay_program, **room, plan=self.plan, extra=passes == "paper")
-            for passes in ("wide", "paper")
-        }
-        programs |= {("replay", at): (replays[case.passes], case.draws) for at, case in enumerate(self.cases)}
-        programs["bookkeeping",] = replays["wide"], self.cases[0].draws
+    def _programs(self) -> dict[str, tuple[Callable, Any]]:
+        part, plain = np.int32(self.part_steps), make_plan(Drafter(), platform=self.options.platform)
+        replay = compiled(replay_program, capacity=self.capacity, plan=self.plan)
+        vanilla = compiled(vanilla_program, capacity=self.capacity, plan=plain)
+        programs = {"vanilla": (vanilla, np.int32(self.steps))}
+        programs |= {f"replay {case.statistics.dataset}": (replay, case.draws) for case in self.cases}
+        programs["bookkeeping"] = replay, self.cases[0].draws
         for width in self.verify_widths:
-            programs["verify", width] = compiled(verify_program, **room, width=width), part
+            programs[f"verify {width}"] = compiled(verify_program, capacity=self.capacity, width=width), part
         for width in self.pass_widths:
-            programs["pass", width] = compiled(pass_program, width=width), part
+            programs[f"pass {width}"] = compiled(pass_program, width=width), part
         return programs
 
     def shapes(self, models: Models) -> tuple[Models, Caches, Start]:
-        """What the programs take: shapes of models and caches, and a random context to begin with."""
+        """Returns the programs' arguments: shapes of models and caches, and a random context."""
         rng, pair = np.random.default_rng(self.options.seed), (models.target, models.drafter.model)
         start = start_of(rng.integers(0, min(model.config.vocab_size for model in pair), self.options.context))
         return models, abstract_caches(pair, self.length, self.options.dtype), start
@@ -228,14 +237,14 @@ class ReplayedPair:
         return OnDevice(*filled, start, self.mesh)
 
     def needed_bytes(self) -> int:
-        """Of weights, caches and logits, on each device."""
+        """Bytes of weights, caches and logits on each device."""
         models, caches, _ = self.shapes(self.models)
         parts = self.models.target.execution.parts(self.models.target.execution.vocab)
         logits = 4 * self.configs[0].vocab_size * self.plan.widths[-1] // parts
         return hardware.bytes_on_a_device((models, caches)) + logits
 
     def measure(self) -> None:
-        """Runs everything in turn, once to warm up and then `repeats` times, and checks the replays' logs.
+        """Runs all programs in turn, once to warm up and then `repeats` times, and checks the replays' logs.
 
         Raises:
           MisfitError: the device's memory cannot hold the pair.
@@ -243,82 +252,81 @@ class ReplayedPair:
         check_memory(self.needed_bytes(), "weights, caches and logits")
         with waiting(f"random weights of {self.name} and {self.options.drafter}"):
             real = self._fill(self.models)
-        as_usual = dataclasses.replace(self.options, kernel=None)  # the heads are too small for most kernels
-        small = self._fill(abstract_pair(*map(hollow, self.configs), as_usual, self.mesh, whole=True))
-        programs = {key: (run, on_every_device(last, self.mesh)) for key, (run, last) in self.programs.items()}
+        default_kernel = dataclasses.replace(self.options, kernel=None)  # the heads are too small for most kernels
+        small = self._fill(abstract_pair(*map(minimal_model, self.configs), default_kernel, self.mesh, whole=True))
+        programs = {name: (run, on_every_device(last, self.mesh)) for name, (run, last) in self.programs.items()}
         results = {}
         turns = len(self.programs) * (self.options.repeats + 1)
         with progress_bar(f"replay {self.name}", "run", total=turns) as bar:
 
-            def run(key: Key) -> None:
-                bar.set_postfix_str(" ".join(map(str, key)))
-                results[key] = (small if key == ("bookkeeping",) else real).run(*programs[key])
+            def run(name: str) -> None:
+                bar.set_postfix_str(name)
+                results[name] = (small if name == "bookkeeping" else real).run(*programs[name])
                 bar.update()
 
-            acts = {key: functools.partial(run, key) for key in self.programs}
-            self.seconds = medians(interleaved(acts, self.options.repeats))
-        for at, case in enumerate(self.cases):
-            case.check(results["replay", at])
-
-    # -- the report ----------------------------------------------------------------------------------------
+            actions = {name: functools.partial(run, name) for name in self.programs}
+            self.seconds = medians(interleaved(actions, self.options.repeats))
+        for case in self.cases:
+            case.check(results[f"replay {case.statistics.dataset}"])
 
     def report(self, speed: dict[str, float]) -> dict[str, Any]:
-        """Everything that is known about the target after `measure`; `speed`: `platforms.bandwidth`."""
-        (target, drafter), context, steps = self._reads(), self.options.context, self.steps["vanilla"]
+        """Returns the target's record after `measure`.
 
-        def timing(key: Key, repeats: int, reads: Callable[[float], float], live: float) -> dict[str, float]:
-            seconds, floor = self.seconds[key] / repeats, reads(live) / speed["copy"]
+        Args:
+          speed: `hardware.bandwidth`.
+        """
+        target, drafter = device_reads(self.models.target), device_reads(self.models.drafter.model)
+        context, block = self.options.context, self.models.drafter.block
+        first = (context - 1) // block * block
+
+        def timed(name: str, steps: int, nbytes: float) -> dict[str, float]:
+            seconds, floor = self.seconds[name] / steps, nbytes / speed["copy"]
             return {"ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "over_floor": seconds / floor}
 
-        block = self.models.drafter.block
-        part, begin = self.steps["part"], (context - 1) // block * block
-        vanilla = timing(("vanilla",), steps, target, context + (steps - 1) / 2)
-        execution, dtype = self.models.target.execution, jnp.dtype(self.options.dtype)
+        vanilla = timed("vanilla", self.steps, target(context + (self.steps - 1) / 2))
+        part = self.part_steps
         record = {
             "target": self.name,
-            "kernel": execution.resolved(dtype, self.configs[0].head_dim),
+            "kernel": self.models.target.execution.resolved(jnp.dtype(self.options.dtype), self.configs[0].head_dim),
             "bandwidth_bytes_per_s": speed,
             "needed_bytes": self.needed_bytes(),
-            "vanilla": {"steps": steps, **vanilla, "tokens_per_s": 1e3 / vanilla["ms"]},
-            "verify": {w: timing(("verify", w), part, target, context + w - 1) for w in self.verify_widths},
-            "drafter_pass": {w: timing(("pass", w), part, drafter, begin + w) for w in self.pass_widths},
-            "bookkeeping_ms": 1e3 * self.seconds["bookkeeping",] / self.options.rounds,
+            "vanilla": {"steps": self.steps, **vanilla, "tokens_per_s": 1e3 / vanilla["ms"]},
+            "verify": {w: timed(f"verify {w}", part, target(context + w - 1)) for w in self.verify_widths},
+            "drafter_pass": {w: timed(f"pass {w}", part, drafter(first + w)) for w in self.pass_widths},
+            "bookkeeping_ms": 1e3 * self.seconds["bookkeeping"] / self.options.rounds,
         }
-        cases = [self._case(at, record) for at in range(len(self.cases))]
-        return record | {"cases": cases}
+        rows = []
+        for case in self.cases:
+            floor = case.schedule.bytes_moved(target, drafter) / speed["copy"]
+            row = self._case_report(case, record, floor)
+            rows += [row, row.with_passes(case.statistics.drafter_passes, record["drafter_pass"][block])]
+        return record | {"cases": [row.as_record() for row in rows]}
 
-    def _reads(self) -> tuple[Callable[[float], float], Callable[[float], float]]:
-        """Bytes that a pass of each model has to read on a device, by live positions."""
-        return device_reads(self.models.target), device_reads(self.models.drafter.model)
+    def _case_report(self, case: Case, record: dict[str, Any], floor: float) -> CaseReport:
+        rounds, planned = self.options.rounds, case.schedule
+        round_ms = 1e3 * self.seconds[f"replay {case.statistics.dataset}"] / rounds
 
-    def _case(self, index: int, record: dict[str, Any]) -> dict[str, Any]:
-        case, rounds, seconds = self.cases[index], self.options.rounds, self.seconds["replay", index]
-        planned, vanilla = case.schedule, record["vanilla"]
-        floor = planned.bytes_moved(*self._reads()) / record["bandwidth_bytes_per_s"]["copy"]
-        by_target, by_drafter = planned.counts()
+        def spent(passes: list[tuple[int, int]], times: dict[int, dict[str, float]]) -> float:
+            return sum(count * times[width]["ms"] for width, count in Counter(w for w, _ in passes).items()) / rounds
+
         parts = {
-            "drafter": sum(n * record["drafter_pass"][width]["ms"] for width, n in by_drafter.items()) / rounds,
-            "verify": sum(n * record["verify"][width]["ms"] for width, n in by_target.items()) / rounds,
+            "drafter": spent(planned.drafter, record["drafter_pass"]),
+            "verify": spent(planned.target, record["verify"]),
             "bookkeeping": record["bookkeeping_ms"],
         }
-        round_ms = 1e3 * seconds / rounds
-        drawn = {field.name: getattr(case.draws, field.name).tolist() for field in dataclasses.fields(case.draws)}
-        return {
-            "dataset": case.statistics.dataset,
-            "passes": case.passes,
-            "statistics": dataclasses.asdict(case.statistics),
-            "law": {**dataclasses.asdict(case.law), "seed": self.options.seed, **drawn},
-            "rounds": rounds,
-            "tokens": planned.tokens,
-            "drafted_per_round": float(np.mean(case.draws.chunks)) * CHUNK,
-            "accepted_per_round": float(np.mean(case.draws.accepted)),
-            "passes_per_round": sum(planned.passes) / rounds,
-            "round_ms": round_ms,
-            "floor_ms": 1e3 * floor / rounds,
-            "over_floor": seconds / floor,
-            "parts_ms": parts | {"rest": round_ms - sum(parts.values())},
-            "tokens_per_s": planned.tokens / seconds,
-            "speedup": planned.tokens * vanilla["ms"] / (1e3 * seconds),
-            "speedup_at_floor": planned.tokens * vanilla["floor_ms"] / (1e3 * floor),
-            "papers_speedup": papers_speedup(case.statistics),
-        }
+        drawn = {"chunks": case.draws.chunks.tolist(), "accepted": case.draws.accepted.tolist()}
+        return CaseReport(
+            dataset=case.statistics.dataset,
+            passes="wide",
+            statistics=case.statistics,
+            law={**dataclasses.asdict(case.law), "seed": self.options.seed, **drawn},
+            rounds=rounds,
+            tokens=planned.tokens,
+            drafted_per_round=float(np.mean(case.draws.chunks)) * CHUNK,
+            accepted_per_round=float(np.mean(case.draws.accepted)),
+            passes_per_round=len(planned.drafter) / rounds,
+            round_ms=round_ms,
+            floor_ms=1e3 * floor / rounds,
+            parts_ms=parts | {"rest": round_ms - sum(parts.values())},
+            vanilla=record["vanilla"],
+        )

@@ -1,15 +1,14 @@
-"""The compiled round with drawn lengths, and what its rounds will do: the programs that `bench replay` times.
+"""Programs that `bench replay` times: the compiled round with drawn lengths, and its parts.
 
-Weights are random there, so drafts mean nothing. The drafter's own expansion runs with a stopping rule that ends at
-the drawn length, the target's own verify follows, and its picks are overwritten so that exactly the drawn number of
-tokens agrees. Every pass of both models is executed, and nothing leaves the device inside the loop.
+Weights are random, so drafts mean nothing. The drafter's own expansion runs with a stopping rule that ends at the
+drawn length; the target verifies; its picks are overwritten so that exactly the drawn number of tokens agrees. Every
+pass of both models is executed, and nothing leaves the device inside the loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.stopping import AtLength
 from failfast_jax.decoding.width_plan import Plan
-from failfast_jax.decoding.windows import gather_window
 from failfast_jax.drafters.block_diffusion import BlockState
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.kv_cache import KVCache
@@ -50,19 +48,17 @@ class Models(NamedTuple):
 
 @flax.struct.dataclass
 class Draws:
-    """What is imposed on each round."""
+    """Lengths that are imposed on each round."""
 
     chunks: Int[Array, " R"]
     """Chunks of the draft."""
     accepted: Int[Array, " R"]
     """Drafted tokens that agree."""
-    extra: Int[Array, " R"]
-    """Drafter passes beyond those of the chunks."""
 
 
 @flax.struct.dataclass
 class Start:
-    """What a program begins with, weights and caches apart: arguments, as in the engine, and no constants."""
+    """The state that a program begins with, without weights and caches: arguments, as in the engine, no constants."""
 
     tokens: Int[Array, "B C"]
     """The committed context."""
@@ -71,14 +67,20 @@ class Start:
 
 
 def start_of(tokens: np.ndarray) -> Start:
-    """As in the engine: greedy decoding without stop tokens, by arguments of the program."""
-    return Start(
-        jnp.asarray(tokens[None], jnp.int32), decode_round.greedy_sampling(1), jnp.asarray(decode_round.stop_tokens(()))
-    )
+    """Returns the start of greedy decoding after `tokens`, without stop tokens."""
+    stop = jnp.asarray(decode_round.stop_tokens(()))
+    return Start(jnp.asarray(tokens[None], jnp.int32), decode_round.greedy_sampling(1), stop)
+
+
+def on_every_device(tree: Any, mesh: Mesh | None) -> Any:
+    """Puts small arrays whole on each device of a mesh; without one on the first device."""
+    if mesh is None:
+        return jax.device_put(tree, jax.devices()[0])
+    return jax.tree.map(lambda leaf: put(np.asarray(leaf), NamedSharding(mesh, P())), tree)
 
 
 class OnDevice:
-    """A pair's weights and caches, which each run takes over from the one before."""
+    """Weights and caches of a pair; each run takes the caches over from the one before."""
 
     def __init__(self, models: Models, caches: Caches, start: Start, mesh: Mesh | None = None):
         # All in the same place from the first run on: what moved would be compiled for again.
@@ -87,76 +89,42 @@ class OnDevice:
         self.models, self.caches, self.start = models, caches, on_every_device(start, mesh)
 
     def run(self, program: Callable, last: Any) -> Any:
-        """The result of a compiled program, which takes over the caches."""
+        """Runs a compiled program with `last` (a number of steps, or draws); returns its result."""
         self.caches, result = program(self.models, self.caches, self.start, last)
         return jax.block_until_ready(result)
 
 
-def on_every_device(tree: Any, mesh: Mesh | None) -> Any:
-    """A pytree of small arrays, whole on each device of a mesh; without one on the first device."""
-    if mesh is None:
-        return jax.device_put(tree, jax.devices()[0])
-    return jax.tree.map(lambda leaf: put(np.asarray(leaf), NamedSharding(mesh, P())), tree)
-
-
 def compiled(function: Callable, **static: Any) -> Callable:
-    """A program of this module, compiled with the engine's options, which takes over the memory of its caches."""
+    """Returns a program of this module with the engine's compiler options; it reuses the memory of its caches."""
     options = hardware.compiler_options(jax.devices()[0])
     return jax.jit(functools.partial(function, **static), donate_argnums=1, compiler_options=options)
 
 
-def at_home(models: Models, caches: Caches) -> Caches:
-    """Tells XLA that the caches lie like their models' heads, so that the next program takes them as they are."""
+def placed(models: Models, caches: Caches, result: Any) -> tuple[Caches, Any]:
+    """Constrains a program's results: caches lie like their models' heads, so that the next program takes them as they
+    are; the rest is whole on every device."""
     executions = models.target.execution, *([] if models.drafter is None else [models.drafter.model.execution])
-    return tuple(constrain(cache, each, P(each.batch, each.heads)) for cache, each in zip(caches, executions))
-
-
-def on_all(models: Models, tree: Any) -> Any:
-    """Tells XLA that every device shall have all of a result."""
-    return constrain(tree, models.target.execution, P())
+    caches = tuple(constrain(cache, each, P(each.batch, each.heads)) for cache, each in zip(caches, executions))
+    return caches, constrain(result, models.target.execution, P())
 
 
 def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capacity: int, plan: Plan) -> DecodeState:
-    """A state whose prompt is committed and cached: `caches` hold anything."""
+    """Returns a state whose prompt is committed and cached; `caches` hold anything."""
     length = jnp.full((start.tokens.shape[0],), start.tokens.shape[1], jnp.int32)
-    state = decode_round.init_state(
-        target,
-        drafter,
-        Prompts(start.tokens, length, start.eos, start.sampling),
-        jnp.full_like(length, capacity),
-        capacity=capacity,
-        plan=plan,
-    )
+    prompts, limit = Prompts(start.tokens, length, start.eos, start.sampling), jnp.full_like(length, capacity)
+    state = decode_round.init_state(target, drafter, prompts, limit, capacity=capacity, plan=plan)
     state = state.replace(target=caches[0])
     if len(caches) > 1:
         state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(length)))
     return StatePlacement(target, getattr(drafter, "model", None))(state)
 
 
-def drafter_pass(
-    drafter: Wide, cache: KVCache, tokens: Int[Array, "B W"], start: Int[Array, " B"]
-) -> tuple[KVCache, Int[Array, "B W"]]:
-    """One pass over a window; what it proposes changes the next pass's tokens, so that none can be left out."""
-    hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + tokens.shape[1])
-    first = slice(0, drafter.spec_len)
-    proposed, confidence = argmax_and_confidence(drafter.logits(hidden[:, first]))
-    return cache, tokens.at[:, first].set(jnp.where(confidence >= 0, proposed, tokens[:, first]))
+def force_acceptance(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab: int) -> Verified:
+    """Overwrites picks so that exactly the first `accepted` agree with the draft; the rest stays the target's.
 
-
-def spend(drafter: Wide, state: DecodeState, count: Int[Array, ""]) -> DecodeState:
-    """`count` more drafter passes over the block that is not yet final, as the authors' code makes them."""
-    at = state.drafter.cached
-    tokens = gather_window(drafter.masked_text(state.committed), at, drafter.block)
-
-    def body(_, carry):
-        return drafter_pass(drafter, *carry, at)
-
-    cache, _ = jax.lax.fori_loop(0, count, body, (state.drafter.cache, tokens))
-    return state.replace(drafter=state.drafter.replace(cache=cache))
-
-
-def inject(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab: int) -> Verified:
-    """Picks of which exactly the first `accepted` agree with the draft; behind them, the target's own."""
+    Draft 3 4 5, picks 9 4 7 8, accepted 1: the picks become 3 5 7 8 (4 would agree at the second place, so it is
+    changed to the next token).
+    """
     # Nothing may tell XLA that some of the target's picks are not looked at.
     picks = jax.lax.optimization_barrier(verified.picks)
     drafted = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
@@ -166,32 +134,23 @@ def inject(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab:
     return verified.replace(picks=picks, accepted=jnp.full_like(verified.accepted, accepted))
 
 
-def replay_step(
-    target: Decoder, drafter: Wide, state: DecodeState, draws: Draws, *, plan: Plan, extra: bool
-) -> DecodeState:
-    """`round.step` with the drawn lengths."""
-    index = state.log.round
-    drafter = drafter.replace(rule=AtLength(draws.chunks[index] * drafter.spec_len))
-    proposal, state = decode_round.draft(drafter, state)
-    if extra:
-        state = spend(drafter, state, draws.extra[index])
-        proposal = proposal.replace(passes=proposal.passes + draws.extra[index])
-    verified, state = decode_round.verify(target, drafter, state, proposal, plan=plan)
-    verified = inject(proposal, verified, draws.accepted[index], target.config.vocab_size)
-    return decode_round.commit(drafter, state, proposal, verified)
-
-
 def replay_program(
-    models: Models, caches: Caches, start: Start, draws: Draws, *, capacity: int, plan: Plan, extra: bool
+    models: Models, caches: Caches, start: Start, draws: Draws, *, capacity: int, plan: Plan
 ) -> tuple[Caches, RoundLog]:
-    """All rounds in one loop, as `round.generate` makes them."""
-    rounds = draws.accepted.shape[0]
-    state = jax.lax.while_loop(
-        lambda s: jnp.any(s.running) & (s.log.round < rounds),
-        lambda s: replay_step(*models, s, draws, plan=plan, extra=extra),
-        begin(*models, caches, start, capacity, plan),
-    )
-    return at_home(models, (state.target, state.drafter.cache)), on_all(models, state.log)
+    """All rounds in one loop, as `decode_round.generate` runs them, with the drawn lengths."""
+    target, rounds = models.target, draws.accepted.shape[0]
+
+    def step(state: DecodeState) -> DecodeState:
+        index = state.log.round
+        drafter = models.drafter.replace(rule=AtLength(draws.chunks[index] * models.drafter.spec_len))
+        proposal, state = decode_round.draft(drafter, state)
+        verified, state = decode_round.verify(target, drafter, state, proposal, plan=plan)
+        verified = force_acceptance(proposal, verified, draws.accepted[index], target.config.vocab_size)
+        return decode_round.commit(drafter, state, proposal, verified)
+
+    state = begin(*models, caches, start, capacity, plan)
+    state = jax.lax.while_loop(lambda s: jnp.any(s.running) & (s.log.round < rounds), step, state)
+    return placed(models, (state.target, state.drafter.cache), state.log)
 
 
 def vanilla_program(
@@ -200,13 +159,13 @@ def vanilla_program(
     """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
     state = begin(models.target, Drafter(), caches[:1], start, capacity, plan)
     state = decode_round.generate(models.target, Drafter(), state, steps, plan=plan)
-    return at_home(models, (state.target, *caches[1:])), on_all(models, state.log)
+    return placed(models, (state.target, *caches[1:]), state.log)
 
 
 def verify_program(
     models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
 ) -> tuple[Caches, Int[Array, "B T"]]:
-    """`steps` rounds at the same place, each of which verifies `width` rows and commits; nothing is drafted."""
+    """`steps` rounds at the same place; each verifies `width` rows and commits; nothing is drafted."""
     plan, drafter = Plan((width,), (width,), (width,)), Drafter()
     proposal = Draft.empty(start.tokens.shape[0], drafter.max_draft)
 
@@ -214,34 +173,35 @@ def verify_program(
         place = state.length
         verified, state = decode_round.verify(models.target, drafter, state, proposal, plan=plan)
         state = decode_round.commit(drafter, state, proposal, verified)
-        # Again from the same place, behind another token, so that no pass can be left out.
+        # Again from the same place, after another token, so that no pass can be left out.
         last = jnp.arange(state.tokens.shape[1]) == place[:, None] - 1
         log = state.log.replace(round=jnp.zeros_like(state.log.round), rounds=jnp.zeros_like(state.log.rounds))
-        return state.replace(
-            tokens=jnp.where(last, verified.picks[:, :1], state.tokens),
-            length=place,
-            finish=jnp.full_like(state.finish, RUNNING),
-            log=log,
-        )
+        tokens = jnp.where(last, verified.picks[:, :1], state.tokens)
+        return state.replace(tokens=tokens, length=place, finish=jnp.full_like(state.finish, RUNNING), log=log)
 
     state = begin(models.target, drafter, caches[:1], start, capacity, plan)
     state = jax.lax.fori_loop(0, steps, repeat, state)
-    return at_home(models, (state.target, *caches[1:])), on_all(models, state.tokens)
+    return placed(models, (state.target, *caches[1:]), state.tokens)
 
 
 def pass_program(
     models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, width: int
 ) -> tuple[Caches, Int[Array, "B W"]]:
     """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
-    batch, context = start.tokens.shape
-    at = models.drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
+    drafter, (batch, context) = models.drafter, start.tokens.shape
+    place = drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
+    front = slice(0, drafter.spec_len)
 
-    def body(_, carry):
-        return drafter_pass(models.drafter, *carry, at)
+    def one_pass(_, carry):
+        cache, tokens = carry
+        hidden, cache, _ = drafter.model.window(tokens, cache, place, jnp.max(place) + width)
+        proposed, confidence = argmax_and_confidence(drafter.logits(hidden[:, front]))
+        # The proposal changes the next pass's tokens, so that no pass can be left out.
+        return cache, tokens.at[:, front].set(jnp.where(confidence >= 0, proposed, tokens[:, front]))
 
     window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-    cache, window = jax.lax.fori_loop(0, steps, body, (caches[1], window))
-    return at_home(models, (caches[0], cache)), on_all(models, window)
+    cache, window = jax.lax.fori_loop(0, steps, one_pass, (caches[1], window))
+    return placed(models, (caches[0], cache), window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,40 +210,31 @@ class Schedule:
 
     drafter: list[tuple[int, int]]
     target: list[tuple[int, int]]
-    passes: list[int]
-    """Drafter passes of each round."""
     tokens: int
     """Emitted tokens."""
 
     def bytes_moved(self, target: Callable[[float], float], drafter: Callable[[float], float]) -> float:
-        """Bytes that all these passes have to read, given those of one pass of each model by live positions."""
+        """Bytes that all passes have to read, given those of one pass of each model by live positions."""
         return sum(target(live) for _, live in self.target) + sum(drafter(live) for _, live in self.drafter)
-
-    def counts(self) -> tuple[Counter, Counter]:
-        """Number of the target's and of the drafter's passes by width."""
-        return Counter(width for width, _ in self.target), Counter(width for width, _ in self.drafter)
 
 
 def schedule(drafter: Wide, draws: Draws, context: int, widths: tuple[int, ...]) -> Schedule:
-    """What the drafter and the verify will do with these draws, from `context` committed tokens on."""
+    """Plans the passes of drafter and target for these draws, from `context` committed tokens on."""
 
     def whole_blocks(length: int) -> int:
         return drafter.whole_blocks(jnp.asarray([length])).item()
 
     length, cached = context, whole_blocks(context)
-    drafted, target, passes = [], [], []
-    columns = (np.asarray(part).tolist() for part in (draws.chunks, draws.accepted, draws.extra))
-    for count, agreed, more in zip(*columns):
+    drafted, verified = [], []
+    for count, accepted in zip(np.asarray(draws.chunks).tolist(), np.asarray(draws.accepted).tolist()):
         for front in range(length, length + count * CHUNK, CHUNK):
             places = jnp.asarray([cached]), jnp.asarray([front])
-            need, behind, stored = (part.item() for part in drafter.stored_by(*places, jnp.ones((1,), bool)))
-            if behind:
+            need, lags, stored = (part.item() for part in drafter.stored_by(*places, jnp.ones((1,), bool)))
+            if lags:
                 raise AssertionError(f"a pass from {cached} over {need} exceeds the window of {drafter.window}")
             drafted.append((need, cached + need))
             cached = stored
-        drafted += [(drafter.block, cached + drafter.block)] * more
-        passes.append(count + more)
-        target.append((next(w for w in widths if w > count * CHUNK), length + count * CHUNK))
-        length += agreed + 1
+        verified.append((next(w for w in widths if w > count * CHUNK), length + count * CHUNK))
+        length += accepted + 1
         cached = min(cached, whole_blocks(length))
-    return Schedule(drafted, target, passes, length - context)
+    return Schedule(drafted, verified, length - context)

@@ -185,16 +185,6 @@ def draw(law: Law, rounds: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return (cells // columns + 1).astype(np.int32), (cells % columns).astype(np.int32)
 
 
-def extra_passes(chunks: np.ndarray, passes: float) -> np.ndarray:
-    """Passes to add to one a chunk, round by round, so that the running mean keeps to `passes`."""
-    owed = np.floor(passes * np.arange(1, len(chunks) + 1) + 0.5).astype(int)
-    extra, spent = np.zeros(len(chunks), np.int32), 0
-    for index, own in enumerate(chunks):
-        extra[index] = max(owed[index] - spent - own, 0)
-        spent += own + extra[index]
-    return extra
-
-
 # -- limits of the memory's bandwidth ----------------------------------------------------------------------------
 
 # At batch 1 a forward pass of a large model lasts as long as its weights and the live cache take to arrive from memory,

@@ -83,13 +83,13 @@ READERS: dict[str, tuple[str, DSparkConfig | EagleConfig]] = {
 and of an EAGLE-3."""
 
 
-def hollow(config: ModelConfig, vocab: int = 512) -> ModelConfig:
-    """A model that costs next to nothing, of one layer and 16 channels: a round around such a pair is bookkeeping."""
+def minimal_model(config: ModelConfig, vocab: int = 512) -> ModelConfig:
+    """Returns the configuration cut to one layer and 16 channels: a round around such a pair is bookkeeping."""
     vocab = min(vocab, config.vocab_size)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
     mask = vocab - 1 if config.is_diffusion else None
-    own = {"head_dim": 16, "vocab_size": vocab, "mask_token_id": mask, "tie_embeddings": True, "eos_token_ids": ()}
-    return dataclasses.replace(config, **sizes, **own)
+    rest = {"head_dim": 16, "vocab_size": vocab, "mask_token_id": mask, "tie_embeddings": True, "eos_token_ids": ()}
+    return dataclasses.replace(config, **sizes, **rest)
 
 
 TARGETS = tuple(name for name, config in CONFIGS.items() if not config.is_diffusion)

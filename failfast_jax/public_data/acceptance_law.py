@@ -38,7 +38,7 @@ SAMPLES = 2000
 DATASETS = ("MATH", "AIME", "GSM8K", "GPQA", "HumanEval")
 _NAMES = {size: f"Qwen2.5-{size}-Instruct" for size in ("32B", "14B", "7B")}
 _STAND_IN = "14B"
-"""Whose statistics serve for targets of which the paper has none."""
+"""Its statistics serve for targets of which the paper has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +46,28 @@ class Statistics:
     """One column of the paper's table for a method."""
 
     target: str
-    """Whose statistics they are."""
     same_target: bool
-    """False where the paper has none of the replayed target and another's stand in."""
+    """False if the paper has none of the replayed target: `target` stands in for it."""
     dataset: str
     mean_accepted: float
     mean_speculated: float
     max_speculated: int
     drafter_passes: float
-    """A round, of the authors' code."""
+    """Passes per round of the authors' code."""
     target_step_ms: float
-    """The authors' latency constants."""
     drafter_pass_ms: float
+    """This and the one above: the authors' latency constants."""
 
 
 @functools.cache
 def appendix_b() -> dict[str, Any]:
-    """Appendix B, and the authors' latency constants."""
+    """Returns Appendix B, and the authors' latency constants."""
     path = Path(__file__).parent / "failfast_appendix_b.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def published_for(target: str, dataset: str, method: str = "failfast") -> Statistics:
-    """The paper's statistics for a name of `model_shapes.CONFIGS`; 14B's for targets that it lacks.
+    """Returns the paper's statistics for a name of `model_shapes.CONFIGS`; 14B's for targets that it lacks.
 
     Raises:
       ValueError: an unknown dataset.
@@ -80,9 +79,11 @@ def published_for(target: str, dataset: str, method: str = "failfast") -> Statis
     same = _NAMES.get(size) in table
     source = _NAMES[size if same else _STAND_IN]
     row, latency = table[source][method][names[dataset.lower()]], table["authors_latency_ms"]
-    kept = ("mean_accepted", "mean_speculated", "max_speculated")
     return Statistics(
-        *(source, same, names[dataset.lower()], *(row[name] for name in kept)),
+        target=source,
+        same_target=same,
+        dataset=names[dataset.lower()],
+        **{name: row[name] for name in ("mean_accepted", "mean_speculated", "max_speculated")},
         drafter_passes=row["drafter_passes_per_round"],
         target_step_ms=latency["target_step"][_NAMES.get(size, source)],
         drafter_pass_ms=latency["drafter_pass"],
@@ -91,7 +92,7 @@ def published_for(target: str, dataset: str, method: str = "failfast") -> Statis
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """Distribution of (chunks, accepted tokens) of a round; the module's docstring says what it means."""
+    """Distribution of (chunks, accepted tokens) of a round, as the module's docstring defines it."""
 
     most_chunks: int
     extended: float
@@ -115,25 +116,25 @@ class Law:
         return out
 
     def drafted(self) -> float:
-        """Mean drafted tokens a round."""
+        """Mean drafted tokens per round."""
         return float(self.chunks() @ (CHUNK * np.arange(1, self.most_chunks + 1)))
 
-    def accepted(self, behind: int = 0) -> float:
-        """Mean accepted tokens a round, of those behind the first `behind`."""
+    def accepted(self, beyond: int = 0) -> float:
+        """Mean accepted tokens per round, without the first `beyond` of each."""
         accepted = self.joint().sum(0)
-        return float(accepted @ np.maximum(np.arange(len(accepted)) - behind, 0))
+        return float(accepted @ np.maximum(np.arange(len(accepted)) - beyond, 0))
 
 
-def solve(function: Callable[[float], float], wanted: float, what: str) -> float:
-    """The point of [0, 1] where an increasing function has the wanted value.
+def solve(function: Callable[[float], float], value: float, name: str) -> float:
+    """Returns the point of [0, 1] where an increasing function has a value.
 
     Raises:
       ValueError: there is none.
     """
     low, high = function(0.0), function(1.0)
-    if not low <= wanted <= high:
-        raise ValueError(f"no law fits {what} = {wanted}: it lies in [{low:.3g}, {high:.3g}]")
-    return brentq(lambda x: function(x) - wanted, 0.0, 1.0)
+    if not low <= value <= high:
+        raise ValueError(f"no law fits {name} = {value}: it lies in [{low:.3g}, {high:.3g}]")
+    return brentq(lambda x: function(x) - value, 0.0, 1.0)
 
 
 @functools.cache
@@ -142,15 +143,13 @@ def _shared() -> tuple[float, float]:
     math = published_for("qwen2.5-32b", "MATH")
     law = functools.partial(Law, math.max_speculated // CHUNK, EXTENDED)
     grows = solve(lambda g: law(g, 0.0, 0.0).drafted(), math.mean_speculated, "the draft length")
-    # Without extension a round emits that much less; what is lost are the tokens behind the first chunk.
+    # Without extension a round emits 16 % less: the tokens after the first chunk are lost.
     lost = ROUNDS_SAVED * (math.mean_accepted + 1)
-    return grows, solve(
-        lambda p: law(grows, 0.0, p).accepted(CHUNK), lost, "the tokens accepted behind the first chunk"
-    )
+    return grows, solve(lambda p: law(grows, 0.0, p).accepted(CHUNK), lost, "the tokens accepted after the first chunk")
 
 
 def fit(statistics: Statistics) -> Law:
-    """The law with the published mean draft length and mean accepted length.
+    """Returns the law with the published mean draft length and mean accepted length.
 
     Raises:
       ValueError: no such law exists.
@@ -164,10 +163,11 @@ def fit(statistics: Statistics) -> Law:
 
 
 def draw(law: Law, rounds: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks and accepted tokens of each round.
+    """Draws chunks and accepted tokens of each round.
 
-    One draw from each of `rounds` equal slices of the joint distribution; of `SAMPLES` such samples the one whose two
-    means come closest to the law's, in random order. (A plain sample of a hundred rounds would miss them by a tenth.)
+    A sample takes one draw from each of `rounds` equal slices of the joint distribution. Of `SAMPLES` samples, the one
+    whose two means come closest to the law's is returned in random order. A plain sample of a hundred rounds would miss
+    the means by a tenth.
     """
     joint = law.joint()
     columns = joint.shape[1]
@@ -191,16 +191,16 @@ def draw(law: Law, rounds: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 # however many rows it has. The models' sizes and the paper's statistics give the greatest possible speedup.
 
 PASSES = 1.7
-"""Drafter passes a round for which the project's limits are stated; the paper's own code spends 3.1 to 3.6."""
+"""Drafter passes per round for which the project's limits are stated; the paper's code spends 3.1 to 3.6."""
 CONTEXT = 1024
 
 
 def speedup_limit(accepted: float, passes: float, target: float, drafter: float) -> float:
-    """Greatest speedup over plain decoding.
+    """Returns the greatest speedup over plain decoding.
 
     Args:
-      accepted: mean accepted tokens a round; a round emits one more.
-      passes: mean drafter passes a round, beside one pass of the target.
+      accepted: mean accepted tokens per round; a round emits one more.
+      passes: mean drafter passes per round, beside one pass of the target.
       target: cost of a pass of the target, in bytes or any other unit.
       drafter: cost of a pass of the drafter, in the same unit.
     """
@@ -208,10 +208,10 @@ def speedup_limit(accepted: float, passes: float, target: float, drafter: float)
 
 
 def ladder_speedup(law: Law, verify: Mapping[int, float], step: float, drafter: float, batch: int = 1) -> float:
-    """Speedup over plain decoding where a round is charged the narrowest verify that holds its longest draft.
+    """Returns the speedup over plain decoding if a round is charged the narrowest verify that holds its longest draft.
 
     Args:
-      law: of the rounds of each of `batch` sequences that advance together; one pass of the drafter a chunk.
+      law: law of each of `batch` sequences that advance together; one pass of the drafter per chunk.
       verify: cost of a pass of the target by its rows, which are one more than the draft; the widest serves the rest.
       step: cost of a step of plain decoding.
       drafter: cost of a pass of the drafter.
@@ -225,14 +225,14 @@ def ladder_speedup(law: Law, verify: Mapping[int, float], step: float, drafter: 
 
 
 def papers_speedup(statistics: Statistics) -> float:
-    """What the paper publishes: its statistics and its authors' latency constants, which are modelled, too."""
+    """Returns the paper's speedup: its statistics and its authors' latency constants; it is modelled, too."""
     return speedup_limit(
         statistics.mean_accepted, statistics.drafter_passes, statistics.target_step_ms, statistics.drafter_pass_ms
     )
 
 
 def limits_table() -> str:
-    """The predictions as Markdown."""
+    """Formats the predictions as Markdown."""
     head = ["target", "dataset", "accepted / drafted", "paper's speedup", f"limit, {PASSES} passes"]
     head += ["limit, paper's passes", f"limit, one pass a chunk, context {CONTEXT}"]
     rows, drafter = [], CONFIGS["fast-dllm-v2-1.5b"]
@@ -240,12 +240,13 @@ def limits_table() -> str:
         weights = weight_bytes(CONFIGS[name]), weight_bytes(drafter)
         read = pass_bytes(CONFIGS[name], CONTEXT), pass_bytes(drafter, CONTEXT)
         for dataset in DATASETS:
-            found = published_for(name, dataset)
-            accepted, passes = found.mean_accepted, found.drafter_passes
-            # `wide` spends one pass a chunk: commits ride along.
-            chunks = found.mean_speculated / CHUNK
-            row = [name, dataset + ("" if found.same_target else " (14B's)"), f"{accepted} / {found.mean_speculated}"]
-            row += [f"{papers_speedup(found):.2f}", f"{speedup_limit(accepted, PASSES, *weights):.2f}"]
+            published = published_for(name, dataset)
+            accepted, passes = published.mean_accepted, published.drafter_passes
+            # `wide` spends one pass per chunk: commits ride along.
+            chunks = published.mean_speculated / CHUNK
+            source = "" if published.same_target else " (14B's)"
+            row = [name, dataset + source, f"{accepted} / {published.mean_speculated}"]
+            row += [f"{papers_speedup(published):.2f}", f"{speedup_limit(accepted, PASSES, *weights):.2f}"]
             row += [f"{speedup_limit(accepted, passes, *weights):.2f} ({passes})"]
             row += [f"{speedup_limit(accepted, chunks, *read):.2f} ({chunks:.2f})"]
             rows.append(row)

@@ -1,4 +1,4 @@
-"""Models of the public ones' sizes without checkpoints: the bytes that a pass reads, shapes, and random weights."""
+"""Models of public sizes without checkpoints: bytes that a pass reads, shapes, and random weights."""
 
 from __future__ import annotations
 
@@ -60,27 +60,21 @@ CONFIGS: dict[str, ModelConfig] = {
 }
 """Qwen2.5, Qwen3 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
 
-_FIVE = (1, 9, 17, 25, 33)
+_FIVE, _MASK = (1, 9, 17, 25, 33), 151_669
+_MARKOV = {"markov": "vanilla", "markov_rank": 256, "confidence": True, "confidence_sees_markov": True}
+
+
+def _layers(name: str, count: int) -> ModelConfig:
+    return dataclasses.replace(CONFIGS[name], num_layers=count)
+
+
 READERS: dict[str, tuple[str, DSparkConfig | EagleConfig]] = {
-    "dspark-qwen3-8b": (
-        "qwen3-8b",
-        DSparkConfig(
-            dataclasses.replace(CONFIGS["qwen3-8b"], num_layers=5),
-            *(7, 151_669, _FIVE, 36),
-            **{"markov": "vanilla", "markov_rank": 256, "confidence": True, "confidence_sees_markov": True},
-        ),
-    ),
-    "dflash-qwen3-4b": (
-        "qwen3-4b",
-        DSparkConfig(dataclasses.replace(CONFIGS["qwen3-4b"], num_layers=5), 16, 151_669, _FIVE, 36, own_row=True),
-    ),
-    "eagle3-qwen3-8b": (
-        "qwen3-8b",
-        EagleConfig(dataclasses.replace(CONFIGS["qwen3-8b"], num_layers=1), (1, 17, 32), 32_000),
-    ),
+    "dspark-qwen3-8b": ("qwen3-8b", DSparkConfig(_layers("qwen3-8b", 5), 7, _MASK, _FIVE, 36, **_MARKOV)),
+    "dflash-qwen3-4b": ("qwen3-4b", DSparkConfig(_layers("qwen3-4b", 5), 16, _MASK, _FIVE, 36, own_row=True)),
+    "eagle3-qwen3-8b": ("qwen3-8b", EagleConfig(_layers("qwen3-8b", 1), (1, 17, 32), 32_000)),
 }
-"""Drafters that read their target's hidden states: the target, and the shape of DeepSpec's DSpark, of z-lab's DFlash
-and of an EAGLE-3."""
+"""Drafters that read their target's hidden states: the target, and the configuration of DeepSpec's DSpark, of z-lab's
+DFlash and of an EAGLE-3."""
 
 
 def minimal_model(config: ModelConfig, vocab: int = 512) -> ModelConfig:
@@ -98,25 +92,24 @@ DRAFTERS = tuple(name for name, config in CONFIGS.items() if config.is_diffusion
 
 @functools.cache
 def parameters(config: ModelConfig) -> int:
-    """Number of weights of a `Decoder` of this shape."""
+    """Returns the number of weights of a `Decoder`."""
     return nbytes(abstract_model(config, "bfloat16")) // 2
 
 
 def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
-    """Bytes of all weights; `itemsize` 2 is bfloat16."""
+    """Returns the bytes of all weights; `itemsize` 2 is bfloat16."""
     return parameters(config) * itemsize
 
 
 def cache_bytes(config: ModelConfig, positions: float, itemsize: int = 2) -> float:
-    """Bytes of the keys and values of `positions` positions."""
+    """Returns the bytes of the keys and values of `positions` positions."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * itemsize
 
 
 def pass_bytes(config: ModelConfig, live: float, itemsize: int = 2) -> float:
-    """Bytes that a forward pass over a cache of `live` positions has to read.
+    """Returns the bytes that a pass over `live` positions has to read: every weight once, and the live cache.
 
-    That is every weight once and the live cache. An embedding that is not also the head does not count: a pass reads
-    only the rows of its tokens.
+    An embedding that is not also the head does not count: a pass reads only the rows of its tokens.
     """
     unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * itemsize
     return weight_bytes(config, itemsize) - unread + cache_bytes(config, live, itemsize)
@@ -129,16 +122,16 @@ SPARE_BYTES = 2**28
 
 
 class MisfitError(Exception):
-    """A case that the device's memory cannot hold; the message says what it needs."""
+    """The device's memory cannot hold a model; the message has the bytes that it needs."""
 
 
 def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
-    """A decoder of shapes without arrays: enough to compile for."""
+    """Returns a decoder of shapes without arrays: enough to compile for."""
     return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
 
 
 def spread_shapes(model: Decoder, execution: Execution) -> Decoder:
-    """A decoder of shapes as it runs under `execution`; on a mesh each leaf says where it lies."""
+    """Returns a decoder of shapes as it runs under `execution`; on a mesh each leaf has its sharding."""
     model = model.with_execution(execution)
     if execution.mesh is None:
         return model
@@ -147,7 +140,7 @@ def spread_shapes(model: Decoder, execution: Execution) -> Decoder:
 
 
 def weights_read(model: Decoder) -> int:
-    """Bytes of all weights that a pass reads whole, on one of the devices that a decoder (of shapes) is spread over."""
+    """Returns the bytes of all weights that a pass reads whole, on one device of a decoder of shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     if model.head is not None:  # of the embedding only the rows of the window's tokens
         leaves = [(path, leaf) for path, leaf in leaves if not name_of(path).startswith("embed")]
@@ -155,7 +148,7 @@ def weights_read(model: Decoder) -> int:
 
 
 def device_reads(model: Decoder) -> Callable[[float], float]:
-    """`pass_bytes` of one of the devices that a decoder of shapes is spread over, by live positions."""
+    """Returns `pass_bytes` of one device of a decoder of shapes, as a function of the live positions."""
     execution, itemsize = model.execution, model.embed.get_value().dtype.itemsize
     parts = execution.parts(execution.heads)
     weights = weights_read(model)
@@ -163,7 +156,7 @@ def device_reads(model: Decoder) -> Callable[[float], float]:
 
 
 def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, execution: Execution) -> DrafterModel:
-    """A drafter of shapes that reads the hidden states of a target of shapes, in its dtype, and borrows from it."""
+    """Returns a drafter of shapes that reads the hidden states of a target of shapes and borrows its embedding."""
     make = DSpark if isinstance(config, DSparkConfig) else Eagle
     embed = target.embed.get_value()
     network = nnx.eval_shape(lambda: make(config, dtype=embed.dtype, rngs=nnx.Rngs(0)))
@@ -174,7 +167,7 @@ def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, executi
 
 
 def abstract_caches(models: Iterable[Decoder], length: int, dtype: str) -> tuple[KVCache, ...]:
-    """The shapes of a cache of `length` positions for each model, where they lie included."""
+    """Returns the shapes and shardings of a cache of `length` positions for each model."""
 
     def shapes(model: Decoder) -> KVCache:
         cache = jax.eval_shape(lambda: KVCache.zeros(model.config, 1, length, jnp.dtype(dtype)))
@@ -196,9 +189,9 @@ def _normal(shape: tuple[int, ...], dtype: jnp.dtype, place: Sharding | None) ->
 
 
 def random_arrays(tree: Any, seed: int) -> Any:
-    """Fills a pytree of shapes where they say, or on the first device, leaf by leaf and the largest first.
+    """Fills a pytree of shapes, each on the devices of its sharding, or on the first device.
 
-    No second copy ever exists: at most one leaf's random bits lie beside the leaves that are done.
+    Leaf by leaf and the largest first, so that at most one leaf's random bits lie beside the filled leaves.
     """
     leaves, treedef = jax.tree.flatten(tree)
     key = jax.random.key(seed, impl="rbg")
@@ -213,13 +206,13 @@ def random_arrays(tree: Any, seed: int) -> Any:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of a pytree of arrays or shapes."""
+    """Returns the bytes of a pytree of arrays or shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def check_memory(needed: int, what: str) -> None:
+def check_memory(needed: int, name: str) -> None:
     """Raises MisfitError, in all processes, if a device cannot hold `needed` bytes more."""
     free = hardware.free_memory()
     if lacking := processes.where_false(needed + SPARE_BYTES <= free):
         where = "the device" if processes.is_single_process() else f"one of process {lacking[0]} has less; one here"
-        raise MisfitError(f"{what} need {needed / 1e9:.1f} GB, {where} has {free / 1e9:.1f} GB free")
+        raise MisfitError(f"{name} need {needed / 1e9:.1f} GB, {where} has {free / 1e9:.1f} GB free")

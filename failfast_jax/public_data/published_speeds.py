@@ -1,9 +1,8 @@
-"""Speeds that others measured on TPUs, beside those that the timeline predicts for the same models and loads.
+"""Speeds that others measured on TPUs, beside the timeline's predictions for the same models and loads.
 
-The timeline (`tpu_scripts.hlo`) times programs that were compiled and never run. How far it is off is known only where
-somebody measured: `published_speeds.json` has the figures with their sources, the assumptions where a source is
-silent, and the predicted milliseconds of our passes. `python -m tpu_scripts.aot_report --published` compiles these
-passes anew.
+The timeline (`tpu_scripts.hlo`) times programs that were compiled and never run; measurements show its error.
+`published_speeds.json` has the figures with their sources, the assumptions where a source is silent, and the predicted
+milliseconds of our passes. `python -m tpu_scripts.aot_report --published` compiles these passes anew.
 """
 
 from __future__ import annotations
@@ -20,18 +19,12 @@ from failfast_jax.util.tables import markdown
 Range = tuple[float, float]
 """Least and greatest."""
 SPEEDS = {"plain": "plain, tokens/s", "drafted": "with drafts, tokens/s", "speedup": "speedup"}
-"""Of a measurement: names in the data, and in the table."""
+"""Figures of a measurement: names in the data, and in the table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Predicted milliseconds of the passes of a batch.
-
-    Attributes:
-      plain: step of plain decoding.
-      verify: pass of the target over a draft.
-      draft: making of that draft.
-    """
+    """Predicted milliseconds of a step of plain decoding, of a verify, and of a draft, of a batch."""
 
     plain: float
     verify: float
@@ -44,16 +37,16 @@ class Measurement:
 
     Attributes:
       source: name in the data's `sources`.
-      chip: as its vendor calls it.
+      chip: the vendor's name of it.
       topology: the slice to compile for.
-      target: name in `public_models.CONFIGS`.
-      drafter: name in `public_models.READERS`.
+      target: name in `model_shapes.CONFIGS`.
+      drafter: name in `model_shapes.READERS`.
       clients: sequences that decode together.
       context: mean live positions of the cache.
       verify_rows: rows that a sequence brings to a verify.
       tokens_a_round: tokens that a sequence emits per round, least and greatest.
       published: figures by the names of `SPEEDS`.
-      passes_ms: predictions by the number of tensor-parallel devices: several where the source does not say it.
+      passes_ms: predictions by the number of tensor-parallel devices; several if the source does not give it.
     """
 
     source: str
@@ -69,9 +62,9 @@ class Measurement:
     passes_ms: dict[int, Passes]
 
     def predicted(self) -> dict[str, Range]:
-        """The figures that the passes promise, by the names of `SPEEDS`.
+        """Returns the figures that follow from the passes, by the names of `SPEEDS`.
 
-        Four clients, 5 tokens a round, 2 ms a step, 3 ms a verify, 1 ms a draft: 4 / 2 ms = 2,000 tokens/s plain,
+        Four clients, 5 tokens per round, 2 ms a step, 3 ms a verify, 1 ms a draft: 4 / 2 ms = 2,000 tokens/s plain,
         4 * 5 / (3 + 1) ms = 5,000 with drafts, and so a speedup of 2.5.
         """
         figures: dict[str, list[float]] = {name: [] for name in SPEEDS}
@@ -84,7 +77,7 @@ class Measurement:
         return {name: (min(values), max(values)) for name, values in figures.items()}
 
     def errors(self) -> dict[str, Range]:
-        """Predicted over published, by the names of `SPEEDS`: 2 is a prediction of twice the published speed."""
+        """Returns predicted over published, by the names of `SPEEDS`: 2 is twice the published speed."""
         return {
             name: (low / self.published[name], high / self.published[name])
             for name, (low, high) in self.predicted().items()
@@ -93,32 +86,28 @@ class Measurement:
 
 @functools.cache
 def data() -> dict[str, Any]:
-    """The file as it is: `sources` and `measurements`."""
+    """Returns the file's `sources` and `measurements`."""
     path = Path(__file__).parent / "published_speeds.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def measurements() -> list[Measurement]:
-    """All measurements, with the predictions of the last run of the compiler."""
-    return [
-        Measurement(
-            **record
-            | {
-                "tokens_a_round": tuple(record["tokens_a_round"]),
-                "passes_ms": {int(tp): Passes(**passes) for tp, passes in record["passes_ms"].items()},
-            }
-        )
-        for record in data()["measurements"]
-    ]
+    """Returns all measurements, with the predictions of the last run of the compiler."""
+    loads = []
+    for record in data()["measurements"]:
+        passes = {int(devices): Passes(**ms) for devices, ms in record["passes_ms"].items()}
+        changes = {"tokens_a_round": tuple(record["tokens_a_round"]), "passes_ms": passes}
+        loads.append(Measurement(**record | changes))
+    return loads
 
 
-def shown(values: Range, digits: str) -> str:
-    """`1.5`, or `1.5 to 2.0` where the ends differ as they are printed."""
+def span(values: Range, digits: str) -> str:
+    """Formats a range as `1.5`, or as `1.5 to 2.0` if the printed ends differ."""
     return " to ".join(dict.fromkeys(format(value, digits) for value in values))
 
 
 def table(compared: Iterable[Measurement]) -> str:
-    """Published, predicted, and the error, as Markdown."""
+    """Formats published and predicted figures, and the errors, as Markdown."""
     rows = []
     for each in compared:
         load = f"{each.source}, {each.chip}, {each.target}, {each.drafter.partition('-')[0]}"
@@ -126,21 +115,21 @@ def table(compared: Iterable[Measurement]) -> str:
         predicted, errors = each.predicted(), each.errors()
         for name, title in SPEEDS.items():
             digits = ".2f" if name == "speedup" else ",.0f"
-            figures = f"{each.published[name]:{digits}}", shown(predicted[name], digits), shown(errors[name], ".2f")
+            figures = f"{each.published[name]:{digits}}", span(predicted[name], digits), span(errors[name], ".2f")
             rows.append([load, each.clients, chips, title, *figures])
     head = ["measured", "clients", "devices", "figure", "published", "predicted", "predicted / published"]
     return markdown(head, rows)
 
 
 def summary(compared: Iterable[Measurement]) -> str:
-    """One sentence: how far predictions of speeds, and of speedups, were off."""
+    """Returns a sentence with the errors of predicted speeds and speedups."""
     errors = [each.errors() for each in compared]
 
-    def span(*names: str) -> str:
+    def worst(*names: str) -> str:
         ends = [end for error in errors for name in names for end in error[name]]
-        return shown((min(ends), max(ends)), ".1f")
+        return span((min(ends), max(ends)), ".1f")
 
     return (
-        f"Where somebody measured, this timeline predicted {span('plain', 'drafted')} times the published tokens/s and "
-        f"{span('speedup')} times the published speedup (`--published` shows each)."
+        f"Where somebody measured, this timeline predicted {worst('plain', 'drafted')} times the published tokens/s "
+        f"and {worst('speedup')} times the published speedup (`--published` shows each)."
     )

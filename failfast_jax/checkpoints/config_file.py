@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints import orbax_folder, quantised
-from failfast_jax.errors import CheckpointError, ConfigError, quoted
+from failfast_jax.checkpoints.drafter_keys import drafter_sign
+from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
 from failfast_jax.models.model_config import (
     BLOCK_KEYS,
@@ -18,15 +19,12 @@ from failfast_jax.models.model_config import (
     SDAR_MODEL_TYPE,
     ModelConfig,
 )
+from failfast_jax.util import values
 from failfast_jax.util.files import is_regular_file, read_json
 from failfast_jax.util.progress import warn_once
 
 MASK_TOKEN = "|<MASK>|"
 """Text of Fast-dLLM's mask token."""
-_DRAFTER_KEYS = (
-    *("failfast_drafter", "speculators_config", "speculators_model_type", "transformer_layer_config"),
-    *("dflash_config", "eagle_config", "draft_vocab_size", "num_target_layers"),
-)
 
 
 def check_settings(folder: Path) -> None:
@@ -34,13 +32,10 @@ def check_settings(folder: Path) -> None:
 
     A drafter's folder is checked with its target.
     """
-    if is_regular_file(folder / "config.json"):
-        raw = read_json(folder / "config.json")
-        if any(key in raw for key in _DRAFTER_KEYS) or re.search(
-            "DFlash|DSpark|DFly|Eagle|Draft", str(raw.get("architectures"))
-        ):
-            return
-    read_settings(folder)
+    config = folder / "config.json"
+    raw = read_json(config) if is_regular_file(config) else {}
+    if "failfast_drafter" not in raw and drafter_sign(raw) is None:
+        read_settings(folder, raw or None)
 
 
 def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict[str, Any], ModelConfig]:
@@ -63,7 +58,7 @@ def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict
     raw = _with_block_size(raw, generation, folder)
     config = config_keys.read_model(raw, str(where))
     config_keys.check(raw, config.max_position_embeddings, str(where))
-    stops = config.eos_token_ids + config_keys.eos_ids(generation, str(generation_file))
+    stops = config.eos_token_ids + config_keys.token_ids(generation, "eos_token_id", generation_file)
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
     return raw, _with_mask_token(config, folder) if config.is_diffusion else config
 
@@ -92,12 +87,12 @@ def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder:
     key, usual = BLOCK_KEYS.get(str(raw.get("model_type")), (None, None))
     if key is None or raw.get(key) is not None:
         return raw
-    stated = [value for name in (key, "block_length") if type(value := generation.get(name)) is int and value > 1]
+    sizes = [generation.get(key), generation.get("block_length")]
     # JetLM's checkpoints end in -b8 to -b64; in the Hub's cache that is the name above `snapshots`.
     path = folder.absolute()
-    names = (path.parent.parent.name if path.parent.name == "snapshots" else path.name, raw.get("_name_or_path"))
-    endings = [re.search(r"[-_]b(\d{1,4})(?![A-Za-z\d.])", str(name)) for name in names]
-    stated += [int(ending[1]) for ending in endings if ending and int(ending[1]) > 1]
+    for name in (path.parent.parent.name if path.parent.name == "snapshots" else path.name, raw.get("_name_or_path")):
+        sizes += [int(size) for size in re.findall(r"[-_]b(\d{1,4})(?![A-Za-z\d.])", str(name))[:1]]
+    stated = [size for size in sizes if type(size) is int and size > 1]
     if not stated:
         warn_once(
             f"{folder / 'config.json'}: no {key} there, in generation_config.json or in the folder's name (-b8, say); "
@@ -107,14 +102,9 @@ def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder:
 
 
 def _with_mask_token(config: ModelConfig, folder: Path) -> ModelConfig:
-    """Fills `mask_token_id` of a block-diffusion model: its configuration's, its tokenizer's, else its family's.
-
-    Raises:
-      ConfigError: the id is outside the vocabulary.
-    """
+    """Fills `mask_token_id` of a block-diffusion model: its configuration's, its tokenizer's, else its family's."""
     usual = SDAR_MASK_TOKEN if config.model_type == SDAR_MODEL_TYPE else FAST_DLLM_MASK_TOKEN
-    mask = _tokenizer_mask(folder) if config.mask_token_id is None else config.mask_token_id
-    mask = usual if mask is None else mask
+    mask = next(id for id in (config.mask_token_id, _tokenizer_mask(folder), usual) if id is not None)
     if mask >= config.vocab_size:
         raise ConfigError(
             f"{folder / 'config.json'}: mask token {mask} is outside the vocabulary of {config.vocab_size}; set "
@@ -132,9 +122,10 @@ def _tokenizer_mask(folder: Path) -> int | None:
         tokens += [(e.get("id"), e) for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
         ids = [id for id, entry in tokens if isinstance(entry, dict) and entry.get("content") == MASK_TOKEN]
         ids += [raw[MASK_TOKEN]] if name == "added_tokens.json" and MASK_TOKEN in raw else []
-        if ids and not re.fullmatch(r"\d{1,9}", str(ids[0])):
-            where = folder / name
-            raise ConfigError(f"{where}: the id of {MASK_TOKEN} must be a whole number, got {quoted(ids[0])}")
         if ids:
-            return int(ids[0])
+            return values.number({MASK_TOKEN: _as_integer(ids[0])}, MASK_TOKEN, folder / name, least=0)
     return None
+
+
+def _as_integer(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value) else value

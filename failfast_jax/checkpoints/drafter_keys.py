@@ -1,16 +1,16 @@
 """Keys of published drafters' `config.json`: where each publisher puts them, and which of them change drafts.
 
 The same settings lie at the top level (DeepSpec), in `dflash_config` (z-lab, SpecForge) or in `eagle_config` (NVIDIA);
-vLLM's speculators keep the layers' shape in `transformer_layer_config`. A key that changes drafts is read, or it is
-refused by name, as is an unknown one whose name speaks of the computation; others are named in one line. The text never
-depends on them, acceptance does.
+vLLM's speculators keep the layers' shape in `transformer_layer_config`. Keys that nobody reads follow the rules of
+`models.config_keys`. The text never depends on them, acceptance does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from failfast_jax.checkpoints import quantised
@@ -22,76 +22,39 @@ from failfast_jax.util import values
 NESTED = ("dflash_config", "eagle_config")
 SHAPE = "transformer_layer_config"
 """speculators': key of the layers' own configuration."""
-
-HARMLESS = set(
-    """
-    auto_map confidence_head_alpha draft_num_hidden_layers embed_requires_grad head_hidden_act max_anchors num_anchors
-    speculators_config speculators_model_type speculators_version target_model_type target_num_hidden_layers
-    target_vocab_size ttt_length
-    """.split()
-)
-"""Beside what changes nothing in any model: how drafters were trained and are told to be served."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = config_keys.NEUTRAL | {
-    **dict.fromkeys(("input_embedding_scale", "output_multiplier", "parallel_draft_step"), (1,)),
-    **dict.fromkeys(("has_lm_head", "is_neox_style", "rope_is_neox_style", "use_aux_hidden_state"), (True,)),
-    **dict.fromkeys(("next_layer_regular", "use_input_layernorm_in_first_layer", "use_last_layernorm"), (True,)),
-    "attention_mode": ("gqa", "mha"),
-    "projector_type": ("dflash",),
-}
-"""Keys that would change drafts, and the values at which they do not."""
-
-REFUSED = frozenset(
-    """
-    dim_model_base draft_vocab_size pard_token parallel_drafting ptd_token_id pure_draft_prefix_len sample_from_anchor
-    selector_top_k shift_label spd_type truncated_vocab_size
-    """.split()
-)
-"""Keys that change drafts, where a layout does not read them, beside those whose names say so (`config_keys.STEMS`)."""
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 FEATURE_LAYERS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 
-LAYOUTS = (
-    (r"DFlash2", "z-lab's DFlash2"),
-    (r"DFly|DFlare", "AngelSlim's DFly"),
-    (r"Domino", "SpecForge's Domino"),
-    (r"P-?[Ee]agle", "P-EAGLE"),
-    (r"(?i)medusa", "Medusa"),
-    (r"(?i)hydra", "Hydra"),
-    (r"(?i)mlp_?speculator", "IBM's MLP speculator"),
-    (r"MTP|NextN", "a multi-token prediction layer (MTP)"),
-    (r"(?i)jetspec", "JetSpec"),
-    (r"(?i)hass", "HASS"),
-    (r"Gemma.*(DSpark|DFlash|Eagle|Draft)|gemma4.*assistant|Gemma.*Assistant", "a drafter for Gemma targets"),
-    (r"DSpark|DFlash", "a DSpark or DFlash of other layers"),
-    (r"Eagle3|EAGLE3", "an EAGLE-3 of other layers"),
-    (r"(?i)eagle", "EAGLE-1 or EAGLE-2"),
-    (r"Draft|Speculator", "a drafter"),
+_DRAFTERS = re.compile(
+    r"D(Flash|Spark|Fly|Flare)|Domino|MTP|NextN|Draft|Speculator|[Gg]emma.*[Aa]ssistant"
+    r"|(?i:eagle|medusa|hydra|jetspec|hass|mlp_?speculator)"
 )
-"""Architectures of drafters that are not read, by a part of their names; the first that fits says whose it is."""
-
-FOREIGN_KEYS = {
-    "medusa_num_heads": "Medusa",
-    "hydra_num_heads": "Hydra",
-    "jetspec_config": "JetSpec",
-}
-"""Drafters that are not read, by a key of theirs."""
+"""Parts of the names of drafters' architectures and model types."""
+_DRAFTER_KEYS = ("medusa_num_heads", "hydra_num_heads", "jetspec_config", "speculators_config", SHAPE, *NESTED)
+_DRAFTER_KEYS += ("draft_vocab_size", "num_target_layers")
 
 
-def foreign_layout(raw: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Whose drafter a configuration is that is none of those that are read, and by which sign; None: no drafter's."""
-    kind = raw.get("speculators_model_type")
-    if kind is not None:
-        return f"speculators' {kind}: drafters of speculators_model_type {kind!r}"
-    for sign, name in [*(("architecture", name) for name in names), ("model_type", str(raw.get("model_type")))]:
-        for pattern, owner in LAYOUTS:
-            if re.search(pattern, name):
-                return f"{owner}: drafters of {sign} {name}"
-    for key, owner in FOREIGN_KEYS.items():
-        if raw.get(key):
-            return f"{owner}: drafters with the key {key!r}"
-    return None
+def drafter_sign(raw: Mapping[str, Any]) -> str | None:
+    """The key and value by which a `config.json` is a drafter's; None: it is not."""
+    if raw.get("speculators_model_type") is not None:
+        return f"speculators_model_type {raw['speculators_model_type']}"
+    names = raw.get("architectures")
+    kinds = [("architectures", name) for name in (names if isinstance(names, list) else [])]
+    for key, name in (*kinds, ("model_type", raw.get("model_type"))):
+        if _DRAFTERS.search(str(name)):
+            return f"{key} {name}"
+    return next((f"the key {key!r}" for key in _DRAFTER_KEYS if raw.get(key)), None)
+
+
+integer = partial(values.number, most=2**24)
+
+
+def layer_numbers(raw: Mapping[str, Any], key: str, where: values.Where, least: int = -1) -> tuple[int, ...]:
+    """Reads numbers of target layers (-1: the embedding); ConfigError: they are missing, or something else."""
+    numbers = raw.get(key)
+    if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= least for n in numbers):
+        raise values.refusal(raw, key, where, "must be a list of layer numbers")
+    return tuple(numbers)
 
 
 class Settings:
@@ -128,6 +91,7 @@ class Settings:
 
     def _places(self, *keys: str) -> list[tuple[str, Any]]:
         """The names under which the file has a key, or another one of the same meaning, with their values."""
+        self._read.update(keys)
         nested = [(f"{place}.", self.raw.get(place) or {}) for place in NESTED]
         places = [(start + key, inside.get(key)) for key in keys for start, inside in [("", self.raw), *nested]]
         return [(name, value) for name, value in places if value is not None]
@@ -138,49 +102,23 @@ class Settings:
         Raises:
           ConfigError: two places with different values.
         """
-        self._read.update(keys)
-        places = self._places(*keys)
-        for name, value in places[1:]:
-            if value != places[0][1]:
-                first = f"{places[0][0]!r} is {places[0][1]!r}"
-                raise ConfigError(f"{self.where}: key {first} and key {name!r} is {value!r}: keep one of them")
-        return places[0] if places else (f"{self.home}.{keys[0]}" if self.home else keys[0], None)
+        places = self._places(*keys) or [(f"{self.home}.{keys[0]}" if self.home else keys[0], None)]
+        (first, value), *others = places
+        for name, other in others:
+            if other != value:
+                raise ConfigError(
+                    f"{self.where}: key {first!r} is {value!r} and key {name!r} is {other!r}: keep one of them"
+                )
+        return first, value
 
-    def _entry(self, *keys: str) -> tuple[dict[str, Any], str, str]:
-        """Arguments for the readers of `values`: an object of this setting alone, its name, the file."""
+    def get(self, reader: Callable[..., Any], *keys: str, **options: Any) -> Any:
+        """A setting under one of its names, read by a reader of `values` or of this module, with its errors."""
         name, value = self.find(*keys)
-        return {} if value is None else {name: value}, name, self.where
-
-    def integer(self, key: str, least: int, default: Any = values.REQUIRED, most: int = 2**24) -> Any:
-        """An integer in this range, or the default where it is missing. Errors: see `values.number`."""
-        return values.number(*self._entry(key), least=least, most=most, default=default)
-
-    def optional(self, key: str) -> int | None:
-        """A positive integer, or None where it is missing."""
-        return self.integer(key, 1, None)
+        return reader({} if value is None else {name: value}, name, self.where, **options)
 
     def trained_for(self) -> tuple[int | None, int | None]:
         """Layers and hidden size of the target that it was trained for; None: unknown."""
-        return self.optional("num_target_layers"), self.optional("target_hidden_size")
-
-    def flag(self, *keys: str, default: bool | None = False) -> bool | None:
-        """True or false; the default where it is missing. Errors: see `values.flag`."""
-        return values.flag(*self._entry(*keys), default)
-
-    def layers(self, key: str) -> tuple[int, ...]:
-        """Numbers of target layers (-1: the embedding).
-
-        Raises:
-          ConfigError: they are missing, or something else.
-        """
-        entry, name, _ = self._entry(key)
-        return self._layer_numbers(entry, name)
-
-    def _layer_numbers(self, entry: Mapping[str, Any], name: str, least: int = -1) -> tuple[int, ...]:
-        numbers = entry.get(name)
-        if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= least for n in numbers):
-            raise values.refusal(entry, name, self.where, "must be a list of layer numbers")
-        return tuple(numbers)
+        return tuple(self.get(integer, key, default=None) for key in ("num_target_layers", "target_hidden_size"))
 
     def feature_layers(self) -> tuple[int, ...] | None:
         """The target layers whose outputs the drafter reads (-1: the embedding); None where no key names them.
@@ -192,12 +130,11 @@ class Settings:
           ConfigError: not layer numbers, or two keys that contradict each other.
         """
         layers: dict[str, tuple[int, ...]] = {}
-        self._read.update(FEATURE_LAYERS)
         for key in FEATURE_LAYERS:
             for name, value in self._places(key):
                 shift = 0 if key == "target_layer_ids" or name.startswith("eagle_config") else 1
                 if value != []:
-                    numbers = self._layer_numbers({name: value}, name, least=shift - 1)
+                    numbers = layer_numbers({name: value}, name, self.where, least=shift - 1)
                     layers[name] = tuple(n - shift for n in numbers)
         if len({*layers.values()}) > 1:
             claims = " and ".join(f"{name} names the outputs of layers {[*ids]}" for name, ids in layers.items())
@@ -223,19 +160,15 @@ class Settings:
         kinds, window = self.raw.get("layer_types"), self.raw.get("sliding_window")
         if not kinds and self.raw.get("use_sliding_window") and window is not None:
             first = self.raw.get("max_window_layers")
-            first = first if type(first) is int else layers
-            kinds = [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
+            first = min(first, layers) if type(first) is int else layers
+            kinds = [FULL] * first + [SLIDING] * (layers - first)
         kinds = kinds or [FULL] * layers
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
-            raise ConfigError(
-                f"{self.where}: layer_types must name {FULL} or {SLIDING} for {layers} layers, got {kinds!r}"
-            )
+            rule = f"must name {FULL} or {SLIDING} for {layers} layers"
+            raise values.refusal({"layer_types": kinds}, "layer_types", self.where, rule)
         if SLIDING not in kinds:
             return ()
-        if type(window) is not int or window < 1:
-            raise ConfigError(
-                f"{self.where}: sliding_window must be a positive integer for sliding layers, got {window!r}"
-            )
+        window = integer(self.raw, "sliding_window", self.where, most=values.LARGEST_ID)
         return tuple(window if kind == SLIDING else None for kind in kinds)
 
     def check(self) -> None:
@@ -247,16 +180,11 @@ class Settings:
         """
         if method := quantised.of_config(self.raw):
             raise CheckpointError(f"{self.where}: {quantised.refusal(method)}")
-        known = self._read | config_keys.READ | HARMLESS | {*NESTED}
+        known = self._read | config_keys.READ | {*NESTED, "auto_map"}
+        advice = "; look there if few drafts are accepted"
         for place in ("", *NESTED):
-            inside = self.raw.get(place) or {} if place else self.raw
-            config_keys.check_unread(
-                # As publishers write them, null and 0 are off.
-                {k: v for k, v in inside.items() if k not in known and (v or (v == 0 and k in NEUTRAL))},
-                self.where,
-                "drafts",
-                neutral=NEUTRAL,
-                refused=(lambda key: True) if place else REFUSED.__contains__,
-                place=f"{place}." if place else "",
-                advice="; look there if few drafts are accepted",
-            )
+            inside = (self.raw.get(place) or {}) if place else self.raw
+            # As publishers write them, null and 0 are off.
+            active = {k: v for k, v in inside.items() if v or (v == 0 and k in config_keys.NEUTRAL)}
+            unread = {key: value for key, value in active.items() if key not in known}
+            config_keys.check_unread(unread, self.where, "drafts", place=f"{place}." if place else "", advice=advice)

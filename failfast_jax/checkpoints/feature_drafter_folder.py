@@ -1,14 +1,14 @@
 """Folders of DFlash, DSpark and EAGLE drafters: opening, checks against the target, loading and writing.
 
-These drafters read their target's hidden states. `block_drafter_folder` and `eagle_folder` say what their keys and
-tensors are called. Folders are written in the layout of DeepSeek's DeepSpec.
+These drafters read their target's hidden states. `block_drafter_folder` and `eagle_folder` hold their keys and the
+names of their tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.checkpoints.drafter_keys import Settings
-from failfast_jax.checkpoints.parameter_map import ReadPlan, StoredTensor, Table, make_plan, stored_tensors
+from failfast_jax.checkpoints.parameter_map import ReadPlan, StoredTensor, Table, make_plan
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.drafter_model import Kind
@@ -73,40 +73,38 @@ class OpenedDrafter:
         return None if rounded or equal(value, weight) else jax.device_put(value)
 
 
-@dataclasses.dataclass(frozen=True)
 class DrafterLayout:
-    """One kind of drafters: which folders are theirs, and how their keys and tensors map to a network.
+    """Reader of one kind of drafters; subclasses map their keys and tensors to a network.
 
     Attributes:
       architectures: names by which `config.json` knows them.
-      network: the module, made from its configuration.
+      network: the module, built from its configuration.
       borrowed: parameters outside the network, which may be the target's.
-      claims: `(raw)`: True for the `config.json` of such a drafter.
-      read_keys: `(settings, target)`: the network's configuration; target: None where it is not known.
-      table: `(config, names)`: the network's parameters by the tensors of these names.
-      bound: `(network, weights, draft_ids, shared)`: the model; `shared` names the weights that are the target's.
-      written_keys: `(config, target, storage)`: DeepSpec's `config.json`; ConfigError: it has no words for the drafter.
-        None: such drafters are only read.
-      all_tokens: `(config)`: the configuration where the head has a row for every token.
     """
 
     kind: Kind
     architectures: tuple[str, ...]
     network: type[nnx.Module]
     borrowed: tuple[str, ...]
-    claims: Callable[[Mapping[str, Any]], bool]
-    read_keys: Callable[[Settings, ModelConfig | None], Any]
-    table: Callable[[Any, Iterable[str]], Table]
-    bound: Callable[..., Any]
-    written_keys: Callable[[Any, ModelConfig, str], dict[str, Any]] | None = None
-    all_tokens: Callable[[Any], Any] = lambda config: config
+
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        """True for the `config.json` of such a drafter."""
+        raise NotImplementedError
+
+    def read_keys(self, settings: Settings, target: ModelConfig | None) -> Any:
+        """The network's configuration; `target` is None where it is not known."""
+        raise NotImplementedError
+
+    def table(self, config: Any, names: Iterable[str]) -> Table:
+        """The network's parameters by the tensors of these names."""
+        raise NotImplementedError
+
+    def bound(self, network: Any, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]) -> Any:
+        """The model; `shared` names the weights that are the target's."""
+        raise NotImplementedError
 
     def read_config(self, raw: Mapping[str, Any], where: str, target: ModelConfig | None = None) -> Any:
-        """Reads `config.json`.
-
-        Raises:
-          ConfigError: see `read_keys`; or a key changes drafts and is not supported.
-        """
+        """Reads `config.json`; ConfigError: a value that is not served, or an unknown key that changes drafts."""
         settings = Settings(raw, where)
         config = self.read_keys(settings, target)
         settings.trained_for()
@@ -131,7 +129,8 @@ class DrafterLayout:
         tensors = safetensors_file.folder_tensors(folder, safetensors_file.DTYPES | safetensors_file.INTEGERS)
         vocab, count, ids = config.base.vocab_size, config.draft_vocab, None
         if count == vocab and DRAFT_IDS not in tensors:
-            config, count = self.all_tokens(config), None
+            config = dataclasses.replace(config, draft_vocab=None) if "head" in self.borrowed else config
+            count = None
         if count is not None:
             ids = draft_ids(tensors, count, vocab, folder)
         check_layers(tensors, config.base.num_layers, folder)
@@ -168,39 +167,7 @@ class DrafterLayout:
         stored = {name: opened.stored(name, weight, target.dtype) for name, weight in weights.items()}
         shared = tuple(name for name, value in stored.items() if value is None)
         weights |= {name: value for name, value in stored.items() if value is not None}
-        ids = None if ids is None else jax.device_put(ids)
-        return self.bound(opened.network(target.dtype), weights, ids, shared)
-
-    def save(
-        self,
-        folder: Path,
-        model: Any,
-        target: ModelConfig,
-        *,
-        storage: str = "bfloat16",
-        borrow: bool = False,
-        **extra: Any,
-    ) -> None:
-        """Writes a drafter in DeepSpec's layout; `config.json` comes last, so that an unfinished folder is none.
-
-        Args:
-          storage: dtype of the tensors, one of `STORAGES`.
-          borrow: leave out embedding and head, which are the target's: smaller, and only for this project.
-          extra: further keys of `config.json`, JSON-ready; they replace those of the layout.
-
-        Raises:
-          ConfigError: see `written_keys`.
-          ValueError: an unknown storage.
-        """
-        config, base = self.written_keys(model.config, target, storage), model.config.base
-        params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
-        params |= {} if borrow else {name: getattr(model, name) for name in self.borrowed}
-        tensors = stored_tensors(self.table(model.config, ()), cast(params, storage), base)
-        ids = np.arange(target.vocab_size) if model.draft_ids is None else np.asarray(model.draft_ids, np.int64)
-        if not np.array_equal(ids, np.arange(target.vocab_size)):
-            config["draft_vocab_size"] = len(ids)
-            tensors[DRAFT_IDS] = ids - np.arange(len(ids))
-        write_folder(folder, config, tensors, extra)
+        return self.bound(opened.network(target.dtype), weights, None if ids is None else jax.device_put(ids), shared)
 
 
 def draft_ids(tensors: Mapping[str, StoredTensor], count: int, vocab: int, folder: Path) -> np.ndarray:
@@ -211,10 +178,7 @@ def draft_ids(tensors: Mapping[str, StoredTensor], count: int, vocab: int, folde
     """
     stored = tensors.get(DRAFT_IDS)
     if stored is None:
-        raise CheckpointError(
-            f"{folder}: tensor {DRAFT_IDS} is missing: it says which of the {vocab} tokens the {count} are that this "
-            "drafter drafts"
-        )
+        raise CheckpointError(f"{folder}: tensor {DRAFT_IDS} is missing: the ids of the {count} of {vocab} tokens")
     if stored.shape != (count,) or stored.dtype not in (np.int64, np.int32):
         raise CheckpointError(
             f"{stored.file}: tensor {DRAFT_IDS} is {stored.dtype} {list(stored.shape)}, not {count} integers"
@@ -251,15 +215,11 @@ def check_target(
     ):
         if here != there:
             raise ConfigError(f"{folder}: drafts for a target with {size} {here}; {target_name} has {there}: {advice}")
-    if len(layers) > target.num_layers + 1:
-        raise ConfigError(
-            f"{folder}: reads {len(layers)} of the target's layers; {target_name} has {target.num_layers}"
-        )
-    for layer in layers:
-        if not -1 <= layer < target.num_layers:
-            raise ConfigError(
-                f"{folder}: reads the target's layer {layer}; {target_name} has {target.num_layers}: {advice}"
-            )
+    count = target.num_layers
+    if len(layers) > count + 1:
+        raise ConfigError(f"{folder}: reads {len(layers)} of the target's layers; {target_name} has {count}")
+    if other := [layer for layer in layers if not -1 <= layer < count]:
+        raise ConfigError(f"{folder}: reads the target's layer {other[0]}; {target_name} has {count}: {advice}")
 
 
 def layer_keys(config: ModelConfig, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -286,29 +246,8 @@ def layer_keys(config: ModelConfig, eos_token_ids: Iterable[int]) -> dict[str, A
     }
 
 
-def drafter_keys_of(architecture: str, config: Any, target: ModelConfig, storage: str) -> dict[str, Any]:
-    """Keys that every drafter has in its `config.json`."""
-    base = config.base
-    return layer_keys(base, target.eos_token_ids) | {
-        "architectures": [architecture],
-        "attention_bias": False,
-        "bos_token_id": None,
-        "dtype": storage,
-        "model_type": "qwen3",
-        "num_target_layers": target.num_layers,
-        "pad_token_id": None,
-        "rope_parameters": base.rope.to_dict(base.max_position_embeddings),
-        "target_layer_ids": list(config.feature_layers),
-        "tie_word_embeddings": False,
-    }
-
-
 def cast(params: Mapping[str, Any], storage: str) -> dict[str, np.ndarray]:
-    """Parameters on the host, in the dtype in which they are stored.
-
-    Raises:
-      ValueError: an unknown storage.
-    """
+    """Parameters on the host, in the dtype in which they are stored; ValueError: an unknown storage."""
     if storage not in STORAGES:
         raise ValueError(f"storage {storage!r}: must be one of {', '.join(STORAGES)}")
     return {name: np.asarray(jax.device_get(value)).astype(DTYPES[storage]) for name, value in params.items()}
@@ -317,7 +256,7 @@ def cast(params: Mapping[str, Any], storage: str) -> dict[str, np.ndarray]:
 def write_folder(
     folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray], extra: Mapping[str, Any]
 ) -> None:
-    """Writes a drafter; `config.json`, with `extra` in it, comes last, so that an unfinished folder is none."""
+    """Writes a folder; `config.json`, with `extra` in it, comes last, so that an unfinished folder is none."""
     from safetensors.numpy import save
 
     folder.mkdir(parents=True, exist_ok=True)

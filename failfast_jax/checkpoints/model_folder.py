@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from failfast_jax.checkpoints import drafter, safetensors_file
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
-from failfast_jax.checkpoints.drafter_keys import foreign_layout
+from failfast_jax.checkpoints.drafter_keys import drafter_sign
 from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
 from failfast_jax.checkpoints.feature_drafter_folder import DrafterLayout
 from failfast_jax.checkpoints.hub import resolve_source
@@ -26,21 +25,15 @@ from failfast_jax.models.attention import SIMULATED_TPU, device_of, supports, un
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK, Kind
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.util import progress
+from failfast_jax.util import progress, values
 from failfast_jax.util.files import is_regular_file, read_json
 
 LAYOUTS: tuple[DrafterLayout, ...] = (EAGLE_LAYOUT, BLOCK_LAYOUT)
 """Drafters that read their target's hidden states."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """A drafter that fits a target, as far as configurations and headers show.
-
-    Attributes:
-      config: of its layers.
-      parameters: numbers that its files hold.
-    """
+class Fit(NamedTuple):
+    """The shape of the layers of a drafter that fits a target, and the number of parameters that its files hold."""
 
     config: ModelConfig
     parameters: int
@@ -71,18 +64,17 @@ class ModelFolder:
         self.layout = None if self.raw is None or self.is_standalone else self._find_layout(self.raw)
 
     def _find_layout(self, raw: dict[str, Any]) -> DrafterLayout | None:
-        names = raw.get("architectures") or []
-        if not isinstance(names, list):
-            raise ConfigError(f"{self.where}: key 'architectures' must be a list, got {names!r}")
-        names = [str(name) for name in names]
-        if layout := next((layout for layout in LAYOUTS if layout.claims(raw | {"architectures": names})), None):
+        if not isinstance(names := raw.get("architectures") or [], list):
+            raise values.refusal(raw, "architectures", self.where, "must be a list")
+        raw = raw | {"architectures": [str(name) for name in names]}
+        if layout := next((layout for layout in LAYOUTS if layout.claims(raw)), None):
             return layout
-        owner = foreign_layout(raw, names)
-        if owner is None and raw.get("num_hidden_layers") == 1 and self._has_eagles_tensors():
-            owner = "EAGLE-1, EAGLE-2 or HASS: drafters of one layer over a token and the target's last state"
-        if owner is not None:
+        sign = drafter_sign(raw)
+        if sign is None and raw.get("num_hidden_layers") == 1 and self._has_eagles_tensors():
+            sign = "tensors of EAGLE-1, EAGLE-2 or HASS"
+        if sign is not None:
             read = ", ".join(name for layout in reversed(LAYOUTS) for name in layout.architectures)
-            raise ConfigError(f"{self.name}: {owner} are not read (read are {read})")
+            raise ConfigError(f"{self.name}: drafters with {sign} are not read (read are {read})")
         return None
 
     def _has_eagles_tensors(self) -> bool:
@@ -144,7 +136,7 @@ class ModelFolder:
         """Checks a drafter against its target without reading the weights (except a standalone drafter's).
 
         Raises:
-          CheckpointError, ConfigError: it cannot be read, or belongs to another target; the message names it.
+          CheckpointError, ConfigError: it cannot be read, or belongs to another target.
         """
         if self.is_standalone:
             folder = drafter.read_drafter(self.path, self.raw)
@@ -191,15 +183,10 @@ def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
 
 
 def check_attention(attention: str | None, config: Any, dtype: Any, name: str) -> None:
-    """Says on stderr, once, why XLA serves the attention of a model whose device has kernels.
-
-    Args:
-      attention: kernel that was asked for; None: the device's.
-      config: the model's, which need not be loaded.
-      name: the model's.
+    """Warns, once, where XLA serves the attention of a model whose device has kernels; by configuration alone.
 
     Raises:
-      OptionError: the kernel that was asked for does not serve it.
+      OptionError: the kernel `attention` (None: the device's) does not serve the model.
     """
     base = getattr(config, "base", config)
     model = {"dtype": dtype, "head_dim": base.head_dim, "heads": base.num_heads, "kv_heads": base.num_kv_heads}

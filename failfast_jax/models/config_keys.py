@@ -7,6 +7,7 @@ rules (`checkpoints.drafter_keys`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -26,15 +27,35 @@ from failfast_jax.models.model_config import (
 from failfast_jax.util import values
 from failfast_jax.util.progress import warn_once
 
-ARCHITECTURES = {
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-    "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
-    FAST_DLLM_MODEL_TYPE: ("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_QwenModel"),
-    SDAR_MODEL_TYPE: ("SDARForCausalLM", "SDARModel"),
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Layers of one `model_type`.
+
+    Attributes:
+      architectures: the classes whose arithmetic is built here; a folder may name none.
+      bias_keys: `attention_bias` is read; else queries, keys and values have biases.
+      head_dim, context, window, window_layers: defaults of the keys, as in transformers (None: hidden size by heads).
+    """
+
+    architectures: tuple[str, ...]
+    bias_keys: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    context: int = 32_768
+    window: int | None = 4096
+    window_layers: int = 28
+
+
+_QWEN3 = {"bias_keys": True, "qk_norm": True, "head_dim": 128}
+_LLAMA = {"bias_keys": True, "context": 2048, "window": None, "window_layers": 0}
+FAMILIES = {
+    "qwen2": Family(("Qwen2ForCausalLM", "Qwen2Model")),
+    "qwen3": Family(("Qwen3ForCausalLM", "Qwen3Model"), **_QWEN3),
+    "llama": Family(("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"), **_LLAMA),
+    FAST_DLLM_MODEL_TYPE: Family(("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_QwenModel")),
+    SDAR_MODEL_TYPE: Family(("SDARForCausalLM", "SDARModel"), **_QWEN3),
 }
-"""The classes whose arithmetic is built here, by `model_type`; a folder may name none."""
-QWEN3_MODEL_TYPES = ("qwen3", SDAR_MODEL_TYPE)
 DUAL_CHUNK = "dual_chunk_attention_config"
 FULL_ATTENTION = ("full_attention", "attention")
 """Names of full attention in `layer_types`: today's and an older one."""
@@ -55,13 +76,7 @@ def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
 
 
-def _beta(raw: Mapping[str, Any], key: str, where: values.Where) -> float | None:
-    """Reads a number of YaRN's; 0 is its default, as in transformers."""
-    return None if raw.get(key) == 0 else _ratio(raw, key, where)
-
-
 def _factors(raw: Mapping[str, Any], key: str, where: values.Where) -> tuple[float, ...]:
-    """Reads a list of positive numbers."""
     numbers = values.entries(raw, key, where, float, [])
     if not all(values.is_number(number, float, 1e-6, 1e9) for number in numbers):
         raise values.refusal(raw, key, where, "must be a list of numbers from 1e-06 to 1e+09")
@@ -69,12 +84,22 @@ def _factors(raw: Mapping[str, Any], key: str, where: values.Where) -> tuple[flo
 
 
 def _entry(raw: Mapping[str, Any], key: str, where: values.Where) -> Mapping[str, Any]:
-    """Reads an object; {} where it is missing."""
-    if not isinstance(raw.get(key) or {}, Mapping) or raw.get(key) in (False, 0, "", []):
+    value = raw.get(key)
+    if value is not None and not isinstance(value, Mapping):
         raise values.refusal(raw, key, where, "must be an object")
-    return raw.get(key) or {}
+    return value or {}
 
 
+def token_ids(raw: Mapping[str, Any], key: str, where: values.Where) -> tuple[int, ...]:
+    """One id or a list of ids; () where they are missing. Some files write -1 where there is none."""
+    value = raw.get(key)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(values.is_number(id, int, -1, values.LARGEST_ID) for id in ids):
+        raise values.refusal(raw, key, where, "must be a token id or a list of them")
+    return tuple(id for id in ids if id >= 0)
+
+
+_size = partial(values.number, default=None)
 _ratio = partial(values.number, kind=float, least=1e-6, most=1e9, default=None)
 LARGEST = {
     "vocab_size": 2**24,
@@ -89,25 +114,24 @@ LARGEST = {
 """Bounds beyond any model: a damaged or hostile file must not take all memory."""
 KEYS: dict[str, Reader] = {
     **{key: partial(values.number, most=most) for key, most in LARGEST.items()},
-    **{
-        key: partial(values.number, most=LARGEST[key], default=None)
-        for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")
-    },
+    "num_key_value_heads": partial(_size, most=LARGEST["num_key_value_heads"]),
+    "head_dim": partial(_size, most=LARGEST["head_dim"]),
+    "max_position_embeddings": partial(_size, most=LARGEST["max_position_embeddings"]),
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), values.flag),
     "rms_norm_eps": partial(values.number, kind=float, least=values.SMALLEST_FLOAT, most=1, default=1e-6),
-    "mask_token_id": partial(values.number, least=0, default=None),
+    "mask_token_id": partial(_size, least=0),
     "hidden_act": partial(only, allowed=("silu", "swish")),  # two names of one function
-    DUAL_CHUNK: _entry,
-    "rope_scaling": _entry,
-    "rope_parameters": _entry,
+    "eos_token_id": token_ids,
+    **dict.fromkeys((DUAL_CHUNK, "rope_scaling", "rope_parameters"), _entry),
 }
 ROPE: dict[str, Reader] = {
     "rope_theta": partial(values.number, kind=float, least=1.1, most=values.LARGEST_FLOAT, default=None),
     "partial_rotary_factor": partial(only, allowed=(1, None)),
-    ORIGINAL_CONTEXT: partial(values.number, most=2**30, default=None),
+    ORIGINAL_CONTEXT: partial(_size, most=2**30),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), _ratio),
-    **dict.fromkeys(("beta_fast", "beta_slow"), _beta),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), partial(values.number, kind=float, least=0, most=1e6, default=None)),
+    # YaRN's: 0 is the default, as in transformers.
+    **dict.fromkeys(("beta_fast", "beta_slow"), lambda raw, *at: None if raw.get(at[0]) == 0 else _ratio(raw, *at)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), partial(_ratio, least=0, most=1e6)),
     **dict.fromkeys(("divisors", "short_factor", "long_factor"), _factors),
     **dict.fromkeys(("rope_type", "type"), partial(values.text, default=None)),
 }
@@ -119,19 +143,25 @@ ANY_ROPE_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "fi
 """Settings that every kind may have; of others, each kind has its own."""
 
 READ = frozenset(KEYS) | {
-    *("architectures", "eos_token_id", "failfast_format", "layer_types", "max_window_layers", "model_type"),
+    *("architectures", "failfast_format", "layer_types", "max_window_layers", "model_type"),
     *(ORIGINAL_CONTEXT, "partial_rotary_factor", "rope_theta", "sliding_window"),
 } - {"mask_token_id"}
 """`quantization_config` and its relatives are refused before (`checkpoints.quantised`)."""
 
 HARMLESS = frozenset(
-    # Names, versions, how other programs load, train or show the model.
+    # Names, versions, how other programs load, train, serve or show the model.
     """
     _commit_hash _name_or_path base_model_pp_plan base_model_tp_plan chances custom_pipelines debug decoding dtype
     ep_size finetuning_task gradient_checkpointing is_llama_config kv_cache_dtype language mergekit_version
     micro_forward model_name name_or_path output_router_logits problem_type skip_checkpoint tie_encoder_decoder
     tokenizer_class torch_dtype torchscript training transformers.js_config transformers_version unsloth_fixed
     unsloth_version use_bfloat16 use_deepep
+    """.split()
+    # Drafters' own of that kind.
+    + """
+    confidence_head_alpha draft_num_hidden_layers embed_requires_grad head_hidden_act max_anchors num_anchors
+    speculators_config speculators_model_type speculators_version target_model_type target_num_hidden_layers
+    target_vocab_size ttt_length
     """.split()
     # Token ids, labels, what a forward pass returns, and ways to the same numbers.
     + """
@@ -153,22 +183,29 @@ HARMLESS = frozenset(
 )
 """Keys that change nothing that is computed here, whatever their value."""
 
-_ONE = (1,)
+_ONES = """
+    compression_ratio embedding_multiplier embedding_scale input_embedding_scale logit_scale logits_scaling
+    output_multiplier parallel_draft_step residual_multiplier residual_scale rope_pct rope_ratio rotary_pct scale_emb
+    """
+_SWITCHES = """
+    causal has_lm_head is_causal is_neox_style next_layer_regular rope_is_neox_style scale_attn_weights
+    use_aux_hidden_state use_input_layernorm_in_first_layer use_last_layernorm use_rms_norm use_rmsnorm use_rope
+    """
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys("embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb".split(), _ONE),
-    **dict.fromkeys("compression_ratio embedding_scale residual_scale rope_pct rope_ratio rotary_pct".split(), _ONE),
-    **dict.fromkeys("attention_multiplier query_pre_attn_scalar scale_depth use_bias".split(), ()),
-    **dict.fromkeys("activation_function hidden_activation mlp_hidden_act".split(), ("silu", "swish")),
+    **dict.fromkeys(_ONES.split(), (1,)),
+    **dict.fromkeys(_SWITCHES.split(), (True,)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "use_bias"), ()),
+    **dict.fromkeys(("activation_function", "hidden_activation", "mlp_hidden_act"), ("silu", "swish")),
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False,)),
     "activation": ("silu", "swish", "swiglu"),
-    **dict.fromkeys("causal is_causal use_rms_norm use_rmsnorm use_rope scale_attn_weights".split(), (True,)),
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
+    "attention_mode": ("gqa", "mha"),
     "norm_type": ("rmsnorm", "rms_norm", "RMSNorm"),
     "position_embedding_type": ("rope", "rotary"),
+    "projector_type": ("dflash",),
 }
 """Keys of other models, or of switches of these: the values under which they change nothing."""
 
-STEMS = tuple(
+STEMS = frozenset(
     """
     act activation alibi alpha attention attn bd beta bias bits block causal chunk clip conv depth diffusion dim emb
     embed embedding embeddings eps epsilon expert experts factor gain gate gated gating hash head heads hidden kv
@@ -179,7 +216,14 @@ STEMS = tuple(
     """.split()
 )
 """Words in the names of keys that speak of what a model computes."""
-HARMLESS_STEMS = tuple(
+REFUSED = frozenset(
+    """
+    draft_vocab_size pard_token parallel_drafting ptd_token_id pure_draft_prefix_len sample_from_anchor selector_top_k
+    shift_label spd_type truncated_vocab_size
+    """.split()
+)
+"""Keys that change what is computed or drafted, where they are not read, and whose names do not tell."""
+HARMLESS_STEMS = frozenset(
     """
     backend dropout flash flex fuse fused implementation initializer layerdrop loss losses neftune pdrop sdpa
     """.split()
@@ -206,16 +250,17 @@ def read_model(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfi
     Raises:
       ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
     """
-    if (model_type := raw.get("model_type")) not in tuple(ARCHITECTURES):
-        known = ", ".join(ARCHITECTURES)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise ConfigError(f"{where}: model_type {quoted(model_type)} is not supported (supported: {known})")
-    block_key, usual = BLOCK_KEYS.get(model_type, (None, 1))
-    block = {} if block_key is None else {block_key: partial(values.number, least=2, most=2**16, default=usual)}
+    family = FAMILIES[model_type]
+    block_key, usual_block = BLOCK_KEYS.get(model_type, (None, 1))
+    block = {} if block_key is None else {block_key: partial(values.number, least=2, most=2**16, default=usual_block)}
     keys = read(KEYS | block, raw, where)
-    heads, hidden, is_qwen3 = keys["num_attention_heads"], keys["hidden_size"], model_type in QWEN3_MODEL_TYPES
-    usual_dim = 128 if is_qwen3 and "head_dim" not in raw else hidden // heads
+    heads, hidden, bias = keys["num_attention_heads"], keys["hidden_size"], keys["attention_bias"]
     rope = read_rope(raw, where)
-    has_bias_key = is_qwen3 or model_type == "llama"
+    usual_dim = hidden // heads if "head_dim" in raw else family.head_dim or hidden // heads
     config = ModelConfig(
         model_type=model_type,
         vocab_size=keys["vocab_size"],
@@ -227,16 +272,16 @@ def read_model(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfi
         head_dim=keys["head_dim"] or usual_dim,
         rms_norm_eps=keys["rms_norm_eps"],
         rope=rope,
-        qkv_bias=keys["attention_bias"] if has_bias_key else True,
-        o_bias=keys["attention_bias"] if has_bias_key else False,
-        qk_norm=is_qwen3,
+        qkv_bias=bias if family.bias_keys else True,
+        o_bias=bias and family.bias_keys,
+        qk_norm=family.qk_norm,
         mlp_bias=keys["mlp_bias"] and model_type == "llama",
         tie_embeddings=keys["tie_word_embeddings"],
-        max_position_embeddings=min(rope.context(stated_context(raw)), _unchunked(keys[DUAL_CHUNK], where)),
+        max_position_embeddings=min(rope.context(_stated_context(raw)), _plain_context(keys[DUAL_CHUNK], where)),
         block_size=keys.get(block_key, 1),
         mask_token_id=keys["mask_token_id"] if block else None,
         token_shift=model_type != SDAR_MODEL_TYPE,
-        eos_token_ids=eos_ids(raw, where),
+        eos_token_ids=keys["eos_token_id"],
     )
     _check_numbers(config, where)
     return config
@@ -244,48 +289,34 @@ def read_model(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfi
 
 def _check_numbers(config: ModelConfig, where: str) -> None:
     """Raises ConfigError: numbers that contradict each other."""
-    rope, head_dim, context = config.rope, config.head_dim, config.max_position_embeddings
-    if not 1 <= context <= LARGEST["max_position_embeddings"]:
-        most = LARGEST["max_position_embeddings"]
-        raise ConfigError(f"{where}: key 'max_position_embeddings' must be from 1 to {most}, got {context}")
-    if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-        raise ConfigError(f"{where}: low_freq_factor must be below high_freq_factor, as in Llama 3")
-    if config.num_heads % config.num_kv_heads:
-        heads = f"num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
-        raise ConfigError(f"{where}: {heads}")
-    if head_dim % 2 or not 2 <= head_dim <= LARGEST["head_dim"]:
-        raise ConfigError(
-            f"{where}: head_dim {head_dim}: must be even, for rotary embeddings, and at most {LARGEST['head_dim']}"
-        )
-    if rope.kind == "divisors" and len(rope.divisors) != head_dim // 2:
-        raise ConfigError(f"{where}: {len(rope.divisors)} rope divisors for {head_dim // 2} frequencies")
+    rope, heads, kv_heads, dim = config.rope, config.num_heads, config.num_kv_heads, config.head_dim
+    context, longest, widest = config.max_position_embeddings, LARGEST["max_position_embeddings"], LARGEST["head_dim"]
+    problem = None
+    if not 1 <= context <= longest:
+        problem = f"key 'max_position_embeddings' must be from 1 to {longest}, got {context}"
+    elif rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        problem = "low_freq_factor must be below high_freq_factor, as in Llama 3"
+    elif heads % kv_heads:
+        problem = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+    elif dim % 2 or not 2 <= dim <= widest:
+        problem = f"head_dim {dim}: must be even, for rotary embeddings, and at most {widest}"
+    elif rope.kind == "divisors" and len(rope.divisors) != dim // 2:
+        problem = f"{len(rope.divisors)} rope divisors for {dim // 2} frequencies"
+    if problem is not None:
+        raise ConfigError(f"{where}: {problem}")
 
 
-def stated_context(raw: Mapping[str, Any]) -> int:
-    """`max_position_embeddings`, or its default in transformers."""
-    return int(raw.get("max_position_embeddings") or (2048 if raw.get("model_type") == "llama" else 32_768))
+def _stated_context(raw: Mapping[str, Any]) -> int:
+    return int(raw.get("max_position_embeddings") or FAMILIES[raw["model_type"]].context)
 
 
-def _unchunked(settings: Mapping[str, Any], where: str) -> int:
+def _plain_context(settings: Mapping[str, Any], where: str) -> int:
     """Up to how many positions the dual chunk attention of Qwen2.5-1M is plain attention."""
     if not settings:
         return LARGEST["max_position_embeddings"]
     sizes = dict.fromkeys(("chunk_size", "local_size", ORIGINAL_CONTEXT), values.number)
     chunk, local, original = read(sizes, settings, f"{where}: {DUAL_CHUNK}").values()
     return min(chunk - local, original)
-
-
-def eos_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """Reads `eos_token_id`: absent, one id or a list of ids. Some files write -1 where there is none.
-
-    Raises:
-      ConfigError: anything else.
-    """
-    value = raw.get("eos_token_id")
-    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(values.is_number(id, int, -1, values.LARGEST_ID) for id in ids):
-        raise values.refusal(raw, "eos_token_id", where, "must be a token id or a list of them")
-    return tuple(id for id in ids if id >= 0)
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
@@ -297,14 +328,13 @@ def read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     Raises:
       ConfigError: settings that contradict each other, or that are not supported.
     """
-    around = read(ROPE, raw, where)
-    default = stated_context(raw)
+    around, context = read(ROPE, raw, where), _stated_context(raw)
     keys = [key for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
     forms = [
-        _flat_rope(settings, around, default, place)
+        _flat_rope(settings, around, context, place)
         for key in keys
         for place, settings in _by_layer_type(raw[key], raw.get("layer_types"), f"{where}: {key}").items()
-    ] or [_flat_rope({}, around, default, f"{where}: rope")]
+    ] or [_flat_rope({}, around, context, f"{where}: rope")]
     if len({*forms}) > 1 and len(keys) == 1:
         raise ConfigError(f"{where}: {keys[0]} differs between layer types; all layers here have the same")
     if len({*forms}) > 1:
@@ -319,9 +349,9 @@ def _by_layer_type(settings: Mapping[str, Any], types: Any, where: str) -> dict[
     """The settings that layers use, by place: `{"full_attention": {...}, ...}`, or flat ones."""
     if not any(isinstance(value, Mapping) for value in settings.values()):
         return {where: settings}
-    names = [str(name) for name in types] if isinstance(types, list) else []
-    used = sorted({*names} - {*FULL_ATTENTION})
-    if not used or {*names} & {*FULL_ATTENTION}:
+    names = {str(name) for name in types} if isinstance(types, list) else set()
+    used = sorted(names - {*FULL_ATTENTION})
+    if not used or names & {*FULL_ATTENTION}:
         used.append(FULL_ATTENTION[0])
     for name in used:
         if not isinstance(settings.get(name), Mapping):
@@ -334,20 +364,19 @@ def _by_layer_type(settings: Mapping[str, Any], types: Any, where: str) -> dict[
 def _flat_rope(raw: Mapping[str, Any], around: Mapping[str, Any], context: int, where: str) -> RopeConfig:
     """Reads flat settings, with defaults from the configuration `around` them."""
     keys = read(ROPE, raw, where)
-    theta = next((each["rope_theta"] for each in (keys, around) if each["rope_theta"] is not None), 10_000.0)
+    theta = keys["rope_theta"] or around["rope_theta"] or 10_000.0
     kind = keys["rope_type"] or keys["type"] or "default"
-    unsupported = f"{where} of type {kind!r} is not supported (supported: default, linear, llama3, yarn)"
-    if kind not in READ_ROPE_KEYS:
-        raise ConfigError(unsupported)
+    factors = keys["short_factor"]
+    # LongRoPE is read where it is Llama 3's divisors, as `RopeConfig.to_dict` writes them.
+    is_divisors = factors and factors == keys["long_factor"] and keys["attention_factor"] == 1
+    if kind not in READ_ROPE_KEYS or (kind == "longrope" and not is_divisors):
+        raise ConfigError(f"{where} of type {kind!r} is not supported (supported: default, linear, llama3, yarn)")
     for key, value in raw.items():
         if key not in (*READ_ROPE_KEYS[kind], *ANY_ROPE_KEYS) and value not in (None, False, 1, [], ""):
             raise ConfigError(f"{where} of type {kind!r} has the key {key!r}, which this type does not use")
-    if kind == "longrope":  # divisors, as `RopeConfig.to_dict` writes them
-        if not keys["short_factor"] or keys["short_factor"] != keys["long_factor"] or keys["attention_factor"] != 1:
-            raise ConfigError(unsupported)
-        return RopeConfig(theta, "divisors", divisors=keys["short_factor"])
-    inside, outside = keys[ORIGINAL_CONTEXT], around[ORIGINAL_CONTEXT]
-    keys[ORIGINAL_CONTEXT] = outside or inside or context
+    if kind == "longrope":
+        return RopeConfig(theta, "divisors", divisors=factors)
+    keys[ORIGINAL_CONTEXT] = around[ORIGINAL_CONTEXT] or keys[ORIGINAL_CONTEXT] or context
     if kind == "yarn":
         keys |= {"beta_fast": keys["beta_fast"] or 32.0, "beta_slow": keys["beta_slow"] or 1.0}
         keys["truncate"] = bool(raw.get("truncate", True))
@@ -371,10 +400,6 @@ def _yarn_attention_factor(keys: Mapping[str, Any]) -> float:
     return scaled(mscale) / scaled(mscale_all) if mscale and mscale_all else scaled(1.0)
 
 
-def _words(key: str) -> list[str]:
-    return re.split(r"[^a-z0-9]+", key.lower())
-
-
 def says_nothing(value: Any) -> bool:
     """True if a value is null, false or empty."""
     return value is None or value is False or (isinstance(value, (str, list, Mapping)) and not value)
@@ -392,9 +417,6 @@ def check_unread(
     entries: Mapping[str, Any],
     where: str,
     changes: str,
-    *,
-    neutral: Mapping[str, tuple[Any, ...]] | None = None,
-    refused: Callable[[str], bool] | None = None,
     place: str = "",
     advice: str = "",
 ) -> None:
@@ -403,20 +425,18 @@ def check_unread(
     Args:
       entries: keys that were not read, with their values.
       changes: what such keys change, for messages.
-      neutral: values at which keys change nothing; None: `NEUTRAL`.
-      refused: tells which unknown keys to refuse, besides those whose name speaks of the computation.
-      place: name of the object that holds them.
+      place: name of the object that holds them, if it holds nothing but settings of the computation.
 
     Raises:
       ConfigError: the first such key, by name.
     """
-    neutral, unknown = NEUTRAL if neutral is None else neutral, []
+    unknown = []
     for key, value in entries.items():
-        words = _words(key)
-        if key in HARMLESS or any(word in HARMLESS_STEMS for word in words) or _is_neutral(value, neutral.get(key)):
+        words = {*re.split(r"[^a-z0-9]+", key.lower())}
+        if key in HARMLESS or words & HARMLESS_STEMS or _is_neutral(value, NEUTRAL.get(key)):
             continue
-        if key in neutral or any(word in STEMS for word in words) or (refused is not None and refused(key)):
-            served = f" (read: {', '.join(map(repr, neutral[key]))})" if neutral.get(key) else ""
+        if place or key in NEUTRAL or key in REFUSED or words & STEMS:
+            served = f" (read: {', '.join(map(repr, NEUTRAL[key]))})" if NEUTRAL.get(key) else ""
             raise ConfigError(
                 f"{where}: key {place + key!r} is {quoted(value)}: it changes {changes}, or may, and is not read"
                 f"{served}; remove it if it means nothing for this model"
@@ -438,7 +458,7 @@ def check(raw: Mapping[str, Any], context: int, where: str) -> None:
       ConfigError: the first such key, by name.
     """
     model_type = raw["model_type"]
-    names, allowed = raw.get("architectures") or [], ARCHITECTURES[model_type]
+    names, allowed = raw.get("architectures") or [], FAMILIES[model_type].architectures
     if not isinstance(names, list):
         raise values.refusal(raw, "architectures", where, "must be a list")
     if other := [name for name in names if name not in allowed]:
@@ -463,19 +483,19 @@ def check(raw: Mapping[str, Any], context: int, where: str) -> None:
 
 def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
     """Refuses layers that see less than the whole context; which layers do is decided as in transformers."""
-    is_llama, count, types = raw["model_type"] == "llama", raw["num_hidden_layers"], raw.get("layer_types")
+    family, count, types = FAMILIES[raw["model_type"]], raw["num_hidden_layers"], raw.get("layer_types")
     # Llama's own class has no windows: there the key is another model's.
-    used = raw.get("use_sliding_window", is_llama)
-    window = raw.get("sliding_window", None if is_llama else 4096) if used else None
-    first = raw.get("max_window_layers", 0 if is_llama else 28)
+    used = raw.get("use_sliding_window", family.window is None)
+    window = raw.get("sliding_window", family.window) if used else None
+    first = raw.get("max_window_layers", family.window_layers)
     for key, value in (("sliding_window", window), ("max_window_layers", first)):
         if value is not None and type(value) is not int:
-            raise ConfigError(f"{where}: key {key!r} must be an integer, got {quoted(value)}")
+            raise values.refusal({key: value}, key, where, "must be an integer")
     if types is None:
         windowed = window is not None and (first or 0) < count
     else:
         if not isinstance(types, list) or len(types) != count:
-            raise ConfigError(f"{where}: key 'layer_types' must be a list of {count} names, got {quoted(types)}")
+            raise values.refusal(raw, "layer_types", where, f"must be a list of {count} names")
         if other := [kind for kind in types if kind not in (*FULL_ATTENTION, "sliding_attention")]:
             raise ConfigError(f"{where}: layer_types: layers of type {quoted(other[0])} are not read")
         windowed = "sliding_attention" in types
@@ -513,12 +533,9 @@ def check_gguf(metadata: Mapping[str, Any], architecture: str, where: str) -> No
     context = metadata.get(f"{architecture}.context_length", 2048)
     for name, value in metadata.items():
         key = name.removeprefix(f"{architecture}.")
-        if key == name or key in GGUF_KEYS or (key in GGUF_NEUTRAL and value == GGUF_NEUTRAL[key]):
-            continue
-        if (says_nothing(value) or value == 0) and key not in GGUF_NEUTRAL:
-            continue
-        if key == "attention.sliding_window" and isinstance(value, int) and value >= context:
-            continue
-        raise ConfigError(
-            f"{where}: {name} {quoted(value)} changes what architecture {architecture!r} computes and is not read"
-        )
+        is_window = key == "attention.sliding_window" and isinstance(value, int) and value >= context
+        is_off = value == GGUF_NEUTRAL[key] if key in GGUF_NEUTRAL else says_nothing(value) or value == 0
+        if key != name and key not in GGUF_KEYS and not (is_window or is_off):
+            raise ConfigError(
+                f"{where}: {name} {quoted(value)} changes what architecture {architecture!r} computes and is not read"
+            )

@@ -75,7 +75,7 @@ class ModelConfig:
     """Shape and rules of one decoder.
 
     Attributes:
-      model_type: as in `config.json`: a key of `config_keys.ARCHITECTURES`.
+      model_type: as in `config.json`: a key of `config_keys.FAMILIES`.
       vocab_size: rows of the embedding; logits are as wide.
       hidden_size: width of the residual stream.
       intermediate_size: width of the gated MLP.

@@ -242,18 +242,18 @@ REFUSED = [  # a published drafter, keys of its configuration, and what the mess
     (DFLASH, {"dflash_config": {"target_layer_ids": [1, 5]}}, "'dflash_config.mask_token_id' must be"),
     (DFLASH, {"target_hidden_size": 128}, "hidden size 128; qwen3_a has 64"),
     (DSPARK, SPECFORGE | {"projector_type": "domino"}, "'projector_type' is 'domino'"),
-    (DFLASH, {"architectures": ["Qwen3DFlyModel"]}, "AngelSlim's DFly: .* Qwen3DFlyModel"),
-    (DFLASH, {"architectures": ["DominoDraftModel"]}, "SpecForge's Domino"),
-    (DFLASH, {"architectures": ["DFlash2DraftModel"]}, "z-lab's DFlash2: .* DFlash2DraftModel"),
-    (EAGLE, {"architectures": ["PEagleDraftModel"]}, "P-EAGLE: .* PEagleDraftModel"),
-    (EAGLE, {"speculators_model_type": "peagle"}, "speculators' peagle"),
-    (DFLASH, SPECULATORS_DFLASH | {"speculators_model_type": "dspark"}, "speculators' dspark"),
-    (DFLASH, {"architectures": [], "medusa_num_heads": 4}, "Medusa: .* 'medusa_num_heads'"),
-    (DFLASH, {"architectures": None, "model_type": "medusa"}, "Medusa: .* model_type medusa"),
-    (DFLASH, {"architectures": ["Qwen3NextMTP"]}, r"multi-token prediction layer \(MTP\)"),
-    (EAGLE, {"architectures": ["EagleLlamaForCausalLM"]}, "EAGLE-1 or EAGLE-2"),
-    (DFLASH, {"architectures": ["Gemma4DSparkModel"]}, "a drafter for Gemma targets"),
-    (EAGLE, {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "an EAGLE-3 of other layers"),
+    (DFLASH, {"architectures": ["Qwen3DFlyModel"]}, "architectures Qwen3DFlyModel are not read"),
+    (DFLASH, {"architectures": ["DominoDraftModel"]}, "DominoDraftModel are not read"),
+    (DFLASH, {"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel are not read"),
+    (EAGLE, {"architectures": ["PEagleDraftModel"]}, "PEagleDraftModel are not read"),
+    (EAGLE, {"speculators_model_type": "peagle"}, "speculators_model_type peagle"),
+    (DFLASH, SPECULATORS_DFLASH | {"speculators_model_type": "dspark"}, "are not read"),
+    (DFLASH, {"architectures": [], "medusa_num_heads": 4}, "'medusa_num_heads'"),
+    (DFLASH, {"architectures": None, "model_type": "medusa"}, "model_type medusa"),
+    (DFLASH, {"architectures": ["Qwen3NextMTP"]}, "Qwen3NextMTP"),
+    (EAGLE, {"architectures": ["EagleLlamaForCausalLM"]}, "EagleLlamaForCausalLM"),
+    (DFLASH, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
+    (EAGLE, {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
 ]
 
 
@@ -267,7 +267,7 @@ def test_drafters_that_are_not_read_are_refused_by_name(write, name, changes, me
 def test_eagles_first_generations_are_known_by_their_tensors(write):
     config = without(config_of(EAGLE), "draft_vocab_size") | {"architectures": ["LlamaForCausalLM"], "bias": False}
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors_of(EAGLE).items()}
-    with pytest.raises(ConfigError, match="EAGLE-1, EAGLE-2 or HASS: .* are not read .read are DFlashDraftModel"):
+    with pytest.raises(ConfigError, match="EAGLE-1, EAGLE-2 or HASS are not read .read are DFlashDraftModel"):
         ModelFolder(write(EAGLE, config, tensors))
 
 

@@ -131,10 +131,12 @@ def test_gguf_rope_scaling(tmp_path):
     rope = models["llama3"].config.rope
     stored = json.loads(json.dumps(rope.to_dict(256)))
     assert stored["short_factor"] == stored["long_factor"] == pytest.approx(divisors)
-    assert stored["rope_type"] == "longrope" and read_rope({"rope_parameters": stored}, "") == rope
+    assert (
+        stored["rope_type"] == "longrope" and read_rope({"model_type": "llama", "rope_parameters": stored}, "") == rope
+    )
     for changes in ({"long_factor": [1.0] * 4}, {"attention_factor": 1.2}, {"short_factor": ["1"] * 4}):
         with pytest.raises(ConfigError, match="longrope|short_factor"):
-            read_rope({"rope_parameters": stored | changes}, "")
+            read_rope({"model_type": "llama", "rope_parameters": stored | changes}, "")
     with pytest.raises(ConfigError, match="3 rope divisors for 4 frequencies"):
         load("llama_tied", extra_tensors={"rope_freqs.weight": divisors[:3]})
     # As in llama.cpp: a linear factor divides these frequencies, too, and a factor without a type is linear.

@@ -172,7 +172,7 @@ def test_other_models_that_call_themselves_llama_are_refused(name):
 def test_architectures_and_model_type_must_agree(model_type):
     raw = raw_config(model_type)
     checked(raw | {"architectures": None})
-    checked(raw | {"architectures": [config_keys.ARCHITECTURES[model_type][0]]})
+    checked(raw | {"architectures": [config_keys.FAMILIES[model_type].architectures[0]]})
     refused("architecture 'HeliumForCausalLM' with model_type", raw | {"architectures": ["HeliumForCausalLM"]})
     refused("'LlamaForSequenceClassification'", raw | {"architectures": ["LlamaForSequenceClassification"]})
 

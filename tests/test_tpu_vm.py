@@ -70,7 +70,7 @@ class Cloud:
 )
 def test_a_vm_has_a_disk_that_holds_the_models(tmp_path, tpu_type, disk_type, version):
     disk, vm = Cloud(tmp_path, tpu_type).told("create", "--spot")
-    assert disk == f"compute disks create tpu-a-data --zone zone-b --project project-a --size 200GB --type {disk_type}"
+    assert disk == f"compute disks create tpu-a-data --size 200GB --type {disk_type} --zone zone-b --project project-a"
     assert vm == (
         f"compute tpus tpu-vm create tpu-a --accelerator-type {tpu_type} --data-disk "
         f"source=projects/project-a/zones/zone-b/disks/tpu-a-data,mode=read-write "

@@ -4,8 +4,8 @@
 
 For each case the round loop (draft, expand, verify, accept, commit, and the loop over rounds) is compiled from
 abstract shapes, without weights in memory, and so are single passes: verifies of 8, 16 and 64 rows, and a window of the
-drafter. No TPU is needed, and nothing is run: times are estimates, made as `tpu_scripts.hlo.timeline` says, and
-stand beside a floor, weights and live cache read once.
+drafter. No TPU is needed, and nothing is run: times are estimates of `tpu_scripts.hlo.timeline`, beside a floor:
+weights and live cache read once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,6 @@ from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.public_data import acceptance_law, published_speeds
-from failfast_jax.public_data.acceptance_law import fit, published_for
 from failfast_jax.public_data.model_shapes import DRAFTERS, READERS, TARGETS, nbytes
 from failfast_jax.util import command_line, hardware
 from failfast_jax.util.files import write_atomically
@@ -74,40 +74,105 @@ CASES = (
 fits)."""
 
 
-def compiled_loop(compiler: Compiler) -> dict[str, Any]:
-    """Compiles a whole answer; returns figures of its memory and its text."""
-    case, start = compiler.case, time.perf_counter()
+@dataclasses.dataclass(frozen=True)
+class CaseResult:
+    """Figures of one case; an entry of `--out`.
+
+    Attributes:
+      passes: `Compiler.cost` of verifies and of a drafter window; None: passes were not costed.
+      verify_ratio: cost of a verify of 64 rows, in those of 8.
+      speedup_bound: see `speedup_bound`.
+    """
+
+    case: CompileCase
+    options: dict[str, Any]
+    device: str
+    compile_s: float
+    hbm_gb: float
+    temporary_mb: float
+    hbm_capacity_gb: float
+    executables: int
+    host_transfers: list[str]
+    cache_copies: list[str]
+    collectives_in_the_loop: dict[str, int]
+    passes: dict[str, dict[str, Any]] | None = None
+    verify_ratio: float | None = None
+    speedup_bound: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> CaseResult:
+        """Makes a result from its entry of the file."""
+        return cls(**record | {"case": CompileCase(**record["case"])})
+
+    def row(self) -> list[Any]:
+        """Formats the cells of `HEAD`."""
+        memory = f"{self.hbm_gb:.1f} of {self.hbm_capacity_gb:.0f}"
+        counts = [self.executables, len(self.host_transfers), len(self.cache_copies)]
+        cells = [self.case, self.case.batch, f"{self.compile_s:.0f}", memory, *counts]
+        cells.append(self.collectives_in_the_loop["all-gather"])
+        if self.passes is None:
+            return cells + [""] * (len(HEAD) - len(cells))
+        verifies, bound = [self.passes[f"verify({width})"] for width in WIDTHS], self.speedup_bound
+        unknown = dict.fromkeys(name for costs in self.passes.values() for name in costs.get("not_counted", ()))
+        return [
+            *cells,
+            f"{verifies[-1]['all_reduces_per_layer']:g}",
+            f"{verifies[0]['floor_ms']:.2f}",
+            ", ".join(f"{costs['ms']:.2f}" for costs in verifies),
+            f"{self.verify_ratio:.2f}",
+            "{floor_ms:.2f}, {ms:.2f}".format(**self.passes["drafter"]),
+            "{by_memory_alone:.2f}, {MATH:.2f}".format(**bound) if bound else "",
+            "; ".join(unknown),
+        ]
+
+
+HEAD = (
+    "case | batch | compile s | HBM GB / chip | exe | host | cache copies | all-gather in loop | all-reduce / layer | "
+    "verify: floor ms | estimates, 8, 16, 64 rows | verify(64) / (8) | drafter: floor, estimate ms | "
+    "speedup bound: floors, estimates | not counted"
+).split(" | ")
+
+
+def result_of(case: CompileCase, *, costs: bool, **options: Any) -> CaseResult:
+    """Compiles a whole answer and, with `costs`, single passes.
+
+    Args:
+      options: options of `Compiler`.
+    """
+    compiler, begin = Compiler(case, **options), time.perf_counter()
     loop, text, state = compiler.whole_answer()
-    seconds = time.perf_counter() - start
-    memory = loop.memory_analysis()
+    seconds, memory = time.perf_counter() - begin, loop.memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     used += memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
-    shapes = {
-        "bf16[{}]".format(",".join(map(str, leaf.sharding.shard_shape(leaf.shape))))
-        for cache in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-        if isinstance(cache, KVCache)
-        for leaf in cache.k[:1]
-    }
-    return {
-        "compile_s": seconds,
-        "hbm_gb": used / 1e9,
-        "temporary_mb": memory.temp_size_in_bytes / 1e6,
-        "hbm_capacity_gb": compiler.chip.hbm_gb,
-        "drafter": {
-            axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1
-            for axis in ("heads", "mlp", "vocab")
-        },
-        "executables": text.count("\nENTRY "),
-        "host_transfers": hlo.host_transfers(text),
-        "cache_copies": [line[:160] for shape in shapes for line in hlo.copies_of(text, shape)],
-        "collectives_in_the_loop": hlo.collectives(text),
-    }
+    caches = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+    keys = [cache.k[0] for cache in caches if isinstance(cache, KVCache)]
+    shapes = {"bf16[{}]".format(",".join(map(str, key.sharding.shard_shape(key.shape)))) for key in keys}
+    result = CaseResult(
+        case=case,
+        options=options | {"costs": costs},
+        device=compiler.chip.kind,
+        compile_s=seconds,
+        hbm_gb=used / 1e9,
+        temporary_mb=memory.temp_size_in_bytes / 1e6,
+        hbm_capacity_gb=compiler.chip.hbm_gb,
+        executables=text.count("\nENTRY "),
+        host_transfers=hlo.host_transfers(text),
+        cache_copies=[line[:160] for shape in shapes for line in hlo.copies_of(text, shape)],
+        collectives_in_the_loop=hlo.collectives(text),
+    )
+    if not costs or case.drafter in READERS:
+        return result
+    passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
+    passes["drafter"] = compiler.cost(compiler.drafter, compiler.drafter.config.block_size, 10)
+    ratio = passes["verify(64)"]["ms"] / passes["verify(8)"]["ms"]
+    bound = speedup_bound(case, passes) if case.target != "qwen2.5-1.5b" else None
+    return dataclasses.replace(result, passes=passes, verify_ratio=ratio, speedup_bound=bound)
 
 
 def speedup_bound(case: CompileCase, passes: dict[str, Any]) -> dict[str, Any]:
     """Returns the speedup with the paper's acceptance on MATH and these costs of passes, each round at its width."""
-    published = published_for(case.target, "MATH")
-    law = fit(published)
+    published = acceptance_law.published_for(case.target, "MATH")
+    law = acceptance_law.fit(published)
 
     def speedup(kind: str) -> float:
         cost = {width: passes[f"verify({width})"][kind] for width in WIDTHS}
@@ -125,86 +190,33 @@ def speedup_bound(case: CompileCase, passes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def report(case: CompileCase, *, costs: bool, **options: Any) -> dict[str, Any]:
-    """Compiles one case, with options of `Compiler`; returns all its figures."""
-    compiler = Compiler(case, **options)
-    result: dict[str, Any] = {
-        "case": dataclasses.asdict(case),
-        "options": options | {"costs": costs},
-        "device": compiler.chip.kind,
-        **compiled_loop(compiler),
-    }
-    if not costs or case.drafter in READERS:
-        return result
-    block = compiler.drafter.config.block_size
-    passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
-    passes["drafter"] = compiler.cost(compiler.drafter, block, 10)
-    result["passes"] = passes
-    result["verify_ratio"] = passes["verify(64)"]["ms"] / passes["verify(8)"]["ms"]
-    if case.target != "qwen2.5-1.5b":
-        result["speedup_bound"] = speedup_bound(case, passes)
-    return result
-
-
-COLUMNS = {
-    "case": lambda result: case_of(result),
-    "batch": lambda result: result["case"]["batch"],
-    "compile s": lambda result: f"{result['compile_s']:.0f}",
-    "HBM GB / chip": lambda result: f"{result['hbm_gb']:.1f} of {result['hbm_capacity_gb']:.0f}",
-    "exe": lambda result: result["executables"],
-    "host": lambda result: len(result["host_transfers"]),
-    "cache copies": lambda result: len(result["cache_copies"]),
-    "all-gather in loop": lambda result: result["collectives_in_the_loop"]["all-gather"],
-}
-COST_COLUMNS = {
-    "all-reduce / layer": lambda result: f"{result['passes']['verify(64)']['all_reduces_per_layer']:g}",
-    "verify: floor ms": lambda result: f"{result['passes']['verify(8)']['floor_ms']:.2f}",
-    "estimates, 8, 16, 64 rows": lambda result: ", ".join(
-        f"{result['passes'][f'verify({width})']['ms']:.2f}" for width in WIDTHS
-    ),
-    "verify(64) / (8)": lambda result: f"{result['verify_ratio']:.2f}",
-    "drafter: floor, estimate ms": lambda result: "{floor_ms:.2f}, {ms:.2f}".format(**result["passes"]["drafter"]),
-    "speedup bound: floors, estimates": lambda result: (
-        "{by_memory_alone:.2f}, {MATH:.2f}".format(**result["speedup_bound"]) if "speedup_bound" in result else ""
-    ),
-    "not counted": lambda result: "; ".join(
-        dict.fromkeys(name for costs in result["passes"].values() for name in costs.get("not_counted", ()))
-    ),
-}
-"""Columns of cases whose passes were costed."""
-
-
-def case_of(result: dict[str, Any]) -> CompileCase:
-    return CompileCase(**result["case"])
-
-
-def row(result: dict[str, Any]) -> str:
-    """Formats a line of the table."""
-    costs = [cell(result) if "passes" in result else "" for cell in COST_COLUMNS.values()]
-    return f"| {' | '.join(map(str, [*(cell(result) for cell in COLUMNS.values()), *costs]))} |"
+def write_report(out: Path | None, entries: Iterable[Any]) -> None:
+    """Writes the dataclasses of a report as JSON, if there is a file to write."""
+    if out:
+        write_atomically(out, json.dumps([dataclasses.asdict(entry) for entry in entries], indent=1) + "\n")
 
 
 def work(chosen: list[CompileCase], options: dict[str, Any], out: Path | None) -> int:
     """Prints the table, each line when its case is ready; returns 1 if a case does not compile or fit."""
     quantization.check(options["quantize"])
     try:
-        reports = json.loads(out.read_text(encoding="utf-8")) if out and out.exists() else []
-    except ValueError as error:
+        records = json.loads(out.read_text(encoding="utf-8")) if out and out.exists() else []
+        results = [CaseResult.read(record) for record in records]
+    except (ValueError, TypeError, KeyError) as error:
         raise OptionError(f"--out {out}: no report of this command ({error}); name another file") from None
     failed = False
-    print(markdown([*COLUMNS, *COST_COLUMNS], []), flush=True)
+    print(markdown(HEAD, []), flush=True)
     for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
         try:
-            done = (old for old in reports if case_of(old) == case and old["options"] == options)
-            if (result := next(done, None)) is None:
-                reports.append(result := report(case, **options))
-            print(row(result), flush=True)
-            failed |= result["hbm_gb"] > result["hbm_capacity_gb"]
+            known = (result for result in results if (result.case, result.options) == (case, options))
+            if (result := next(known, None)) is None:
+                results.append(result := result_of(case, **options))
+            print(f"| {' | '.join(map(str, result.row()))} |", flush=True)
+            failed |= result.hbm_gb > result.hbm_capacity_gb
         except Exception as error:  # a compiler may raise anything: the other cases continue
             failed = True
             print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)
-        if out:
-            write_atomically(out, json.dumps(reports, indent=1) + "\n")
+        write_report(out, results)
     print(f"\n{published_speeds.summary(published_speeds.measurements())}", flush=True)
     return int(failed)
 
@@ -236,8 +248,7 @@ def work_published(out: Path | None) -> int:
     for measured in tqdm(published_speeds.measurements(), desc="compiling", unit="load", file=sys.stderr):
         passes = {tp: published_passes(measured, tp) for tp in measured.passes_ms}
         compared.append(dataclasses.replace(measured, passes_ms=passes))
-        if out:
-            write_atomically(out, json.dumps([dataclasses.asdict(each) for each in compared], indent=1) + "\n")
+        write_report(out, compared)
     print(published_speeds.table(compared))
     print(published_speeds.summary(compared))
     return 0
@@ -250,12 +261,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--drafter", choices=(*DRAFTERS, *READERS), help="default: fast-dllm-v2-1.5b, or the target's")
     parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")
     parser.add_argument("--tp", type=int, help="tensor-parallel devices")
-    parser.add_argument("--dp", type=int, help="groups of them")
+    parser.add_argument("--dp", type=int, help="data-parallel groups of them")
     parser.add_argument("--batch", type=int, nargs="+", help="sequences; a case for each number")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of prompt and output together")
-    parser.add_argument("--layers", type=int, help="cut both models to so many layers: a quick look")
+    parser.add_argument("--layers", type=int, help="cut both models to this many layers: a quick look")
     parser.add_argument("--no-costs", dest="costs", action="store_false", help="compile the loop only")
-    parser.add_argument("--replicate-drafter", action="store_true", help="keep the whole drafter on every chip")
     parser.add_argument(
         "--quantize", choices=quantization.SCHEMES, help="quantize the matrices of both models to 8 bits"
     )
@@ -271,13 +281,13 @@ def main(argv: list[str] | None = None) -> int:
         place = args.target, args.topology, args.tp, args.dp or 1
         chosen = [CompileCase(*place, batch, drafter=drafter) for batch in args.batch or [args.dp or 1]]
     else:
-        wanted = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "drafter")}
-        chosen = [c for c in CASES if all(value in (None, getattr(c, name)) for name, value in wanted.items())]
+        filters = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "drafter")}
+        chosen = [c for c in CASES if all(value in (None, getattr(c, name)) for name, value in filters.items())]
         chosen = [case for case in chosen if case.batch in (args.batch or [case.batch])]
     chosen = [dataclasses.replace(case, capacity=args.capacity) for case in chosen]
     if not chosen:
         parser.error("no such case among the known ones: give --target, --topology and --tp")
-    options = {name: getattr(args, name) for name in ("costs", "layers", "replicate_drafter", "quantize")}
+    options = {name: getattr(args, name) for name in ("costs", "layers", "quantize")}
     return command_line.run(lambda: work(chosen, options, args.out), "interrupted; with --out the same command goes on")
 
 

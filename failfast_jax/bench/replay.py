@@ -152,8 +152,15 @@ def replay_tables(summary: dict[str, Any]) -> str:
 PART_NAMES = ("drafter", "verify", "bookkeeping", "rest")
 """Parts of a round's time."""
 CASE_COLUMNS = (
-    *("replay of", "accepted / drafted", "drafter passes", "round ms", "over floor", f"{' / '.join(PART_NAMES)} ms"),
-    *("speedup (replay)", "at the floor", "paper's"),
+    "replay of",
+    "accepted / drafted",
+    "drafter passes",
+    "round ms",
+    "over floor",
+    f"{' / '.join(PART_NAMES)} ms",
+    "speedup (replay)",
+    "at the floor",
+    "paper's",
 )
 
 

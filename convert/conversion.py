@@ -65,8 +65,7 @@ def command(name: str) -> Callable[[Sequence[str] | None], int]:
         verbosity = options.pop("verbosity")
 
         def work() -> None:
-            with command_line.silence_threads_on_interrupt():  # Orbax writes in threads
-                out = convert(**options, name=name)
+            out = convert(**options, name=name)
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             print(f"{out}: {size / 1e6:,.1f} MB")
 

@@ -1,9 +1,5 @@
 """Converts Fast-dLLM v2 checkpoints: `python -m convert.fast_dllm SRC OUT`."""
 
-from failfast_jax.util import starting
-
-starting.begin(__name__)  # before the imports that take seconds
-
 from convert.conversion import command, run
 
 main = command("convert.fast_dllm")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from failfast_jax.util import starting
-
-starting.begin(__name__)  # before the imports that take seconds
-
 import argparse
 import contextlib
 import dataclasses
@@ -27,7 +23,7 @@ from failfast_jax.results import fate
 from failfast_jax.serving.queue import PER_REQUEST, Answer, Finished, Queue
 from failfast_jax.serving.serve_options import capacity_for, refuse_diffusion
 from failfast_jax.template_rendering import LONGEST_TEXT
-from failfast_jax.util import command_line, processes, progress, streams
+from failfast_jax.util import command_line, processes, progress
 from failfast_jax.util.files import read_stream
 
 HELP = """\
@@ -259,8 +255,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> None:
     options = ChatOptions.given(args)
-    if processes.is_primary():
-        streams.need_stdout()
     refuse_diffusion(args.method)
     config = config_of(args, exact=args.exact)
     engine = load(args)

@@ -6,10 +6,6 @@ their configurations and their files' headers.
 
 from __future__ import annotations
 
-from failfast_jax.util import starting
-
-starting.begin(__name__)  # before the imports that take seconds
-
 import argparse
 import dataclasses
 import functools

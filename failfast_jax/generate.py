@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from failfast_jax.util import starting
-
-starting.begin(__name__)  # before the imports that take seconds
-
 import argparse
 import contextlib
 import dataclasses
@@ -28,7 +24,7 @@ from failfast_jax.request_flags import (
 )
 from failfast_jax.results import Result, fate
 from failfast_jax.template_rendering import LONGEST_TEXT
-from failfast_jax.util import command_line, processes, progress, streams
+from failfast_jax.util import command_line, processes, progress
 from failfast_jax.util.files import check_writable, read_stream, read_text, user_path
 
 ANSWER = 256
@@ -162,8 +158,6 @@ def _fitted(args: argparse.Namespace, config: GenerationConfig, prompt: int, lon
 
 
 def _run(args: argparse.Namespace) -> None:
-    if processes.is_primary():
-        streams.need_stdout()
     prompt = _read_prompt(args)
     config = _config(args)
     engine = load(args)

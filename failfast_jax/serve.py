@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from failfast_jax.util import starting
-
-starting.begin(__name__)  # before the imports that take seconds
-
 import argparse
 import contextlib
 import ipaddress

@@ -124,13 +124,15 @@ def start(command: Callable[[], int], folder: Path, said: Path, last: int | None
         os.dup2(output, 1)
         os.dup2(output, 2)
         faulthandler.register(signal.SIGUSR1)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as while a command is imported, see `starting`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         operations = FileOperations(folder, last)
         operations.install()
         status = command()
         said.with_suffix(".count").write_text(str(operations.count))
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
+    except KeyboardInterrupt:  # before or after the work itself
+        status = INTERRUPTED
     except BaseException:
         traceback.print_exc()
     finally:

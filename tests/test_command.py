@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -112,42 +110,6 @@ def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, mon
             assert capsys.readouterr().err == "interrupted\n"
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize("debugging", [False, True])
-def test_what_threads_say_of_being_cut_short(debugging, interrupts, monkeypatch, capsys, caplog):
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)  # not pytest's
-    go = threading.Event()
-
-    class Fails:
-        def __del__(self):
-            raise ValueError("cut off")
-
-    def lose() -> None:
-        go.wait(10)
-        logging.getLogger("library").error("it is gone")
-        Fails()  # as callbacks of native code do
-
-    thread = threading.Thread(target=lose)
-
-    def work() -> None:
-        with command_line.silence_threads_on_interrupt():
-            thread.start()
-            try:
-                signal.raise_signal(signal.SIGINT)
-                pytest.fail("nothing was raised")
-            finally:
-                go.set()
-                thread.join()
-
-    try:
-        assert command_line.run(work, verbosity="debug" if debugging else "normal") == command_line.INTERRUPTED
-    finally:
-        logging.disable(logging.NOTSET)
-    said = capsys.readouterr().err
-    assert said.splitlines()[-1] == "interrupted"
-    assert ("it is gone" in caplog.text) is ("cut off" in said) is debugging, said
 
 
 @pytest.mark.parametrize("words", [(doctor.main, "--quiet"), (qwen2.main, "nowhere out --debug")])

@@ -231,9 +231,9 @@ def test_libtpu_is_told_about_the_chips_that_are_there(tmp_path, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--of_the_user=1")
     (tmp_path / "0000:00:04.0").mkdir()
     (tmp_path / "0000:00:04.0" / "device").write_text("0x006f\n")
-    hardware.tell_libtpu(hardware.chips_here(tmp_path))
+    hardware.tell_libtpu(tmp_path)
     assert os.environ["LIBTPU_INIT_ARGS"] == "--of_the_user=1"
     (tmp_path / "0000:00:04.0" / "device").write_text("0x0076\n")
     for _ in range(2):
-        hardware.tell_libtpu(hardware.chips_here(tmp_path))
+        hardware.tell_libtpu(tmp_path)
         assert os.environ["LIBTPU_INIT_ARGS"] == "--of_the_user=1 " + hardware.CHIPS["TPU7x"].init_args

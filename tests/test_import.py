@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
-import signal
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 from checkpoint_files import GOLDEN, default_target, run_python
 
 import failfast_jax
-from failfast_jax.util import compilation, compile_cache, starting
+from failfast_jax.util import compilation, compile_cache
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,35 +81,14 @@ def test_every_name_of_the_package_is_there():
         getattr(failfast_jax, "Slow")  # noqa: B009
 
 
-def test_ctrl_c_ends_a_command_that_is_still_being_imported(interrupts):
-    """And no program that imports it."""
-    starting.begin("failfast_jax.generate")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    starting.begin("__main__")
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    with starting.interruptible():
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_commands_begin_before_the_imports_that_take_seconds():
-    paths = [path for name in ("failfast_jax", "convert") for path in (ROOT / name).rglob("*.py")]
-    commands = [path for path in paths if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")]
-    begins = "from failfast_jax.util import starting\n\nstarting.begin(__name__)"
-    imports = re.compile(r"^(?:import|from) (?!__future__)", re.MULTILINE)
-    texts = {path.name: path.read_text(encoding="utf-8") for path in commands}
-    late = [name for name, text in texts.items() if not text.startswith(begins, imports.search(text).start())]
-    assert len(commands) > 10 and set(late) <= {"template_process.py"}, late  # a process of commands
-
-
 @pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench", "train", "doctor"])
-def test_installed_scripts(name, interrupts, monkeypatch, capsys):
+def test_installed_scripts(name, capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert f"failfast_jax.util.starting:{name}" in scripts.values() and len(scripts) == 6
-    monkeypatch.setattr(sys, "argv", ["failfast", "--version"])
+    assert len(scripts) == 6
+    module, function = scripts["failfast" if name == "generate" else f"failfast-{name}"].split(":")
     with pytest.raises(SystemExit, match="0"):
-        getattr(starting, name)()
+        getattr(importlib.import_module(module), function)(["--version"])
     assert capsys.readouterr().out.startswith("failfast-jax ")
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
 def test_compilations_are_counted_where_it_is_asked_for():

@@ -29,14 +29,12 @@ def test_a_long_wait_is_named(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["reading ...", "reading: 0 s"]
 
 
-def test_a_long_wait_is_named_in_a_file_once_a_minute(monkeypatch, capsys):
+def test_a_long_wait_is_named_in_a_file(monkeypatch, capsys):
     watch(monkeypatch, False)
-    monkeypatch.setattr(progress, "MINUTE_S", 0.2)
+    monkeypatch.setattr(progress, "MINUTE_S", 0.1)
     with progress.waiting("compiling"):
-        time.sleep(0.5)
-    first, *more, last = capsys.readouterr().err.splitlines()
-    assert first == "compiling: 0 s so far" and last in ("compiling: 0 s", "compiling: 1 s")
-    assert len(more) <= 2 and all(line.endswith(" s so far") for line in more)
+        time.sleep(0.3)
+    assert capsys.readouterr().err.splitlines() == ["compiling ...", "compiling: 0 s"]
     with progress.waiting("prefill", beside_bar=False):
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
@@ -123,19 +121,6 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):
         ["counting:", "100%", "10/10"],
     ]
     assert "something happened" in lines
-
-
-def test_a_reader_that_is_gone_ends_nothing(monkeypatch):
-    watch(monkeypatch, False)
-    monkeypatch.setattr(progress, "MINUTE_S", 0.0)
-
-    def gone(text: str) -> None:
-        raise BrokenPipeError
-
-    with progress.progress_bar("counting", "sheep", total=2) as bar:
-        monkeypatch.setattr(bar.fp, "write", gone, raising=False)
-        bar.update()
-        bar.update()
 
 
 def test_quiet_says_nothing_but_the_answer(capsys):

@@ -20,13 +20,20 @@ QUICK = (
 )
 
 
+PARSE = """
+from jaxlib import xla_client
+xla_client.CompileOptions()
+"""
+"""A program in which jaxlib reads XLA_FLAGS; an unknown flag ends the process."""
+
+
 def known(flags: tuple[str, ...] = QUICK) -> tuple[str, ...]:
     """Those that the installed jaxlib knows, tried in a process of their own, which an unknown one ends."""
     variables = os.environ | {"XLA_FLAGS": " ".join(flags)}
-    done = subprocess.run([sys.executable, "-c", environment.PARSE], env=variables, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PARSE], env=variables, capture_output=True, text=True)
     if done.returncode == 0:
         return flags
-    refused = environment.REFUSAL.search(done.stderr)
+    refused = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", done.stderr)
     unknown = re.findall(r"--[\w=]+", refused[1]) if refused else flags
     assert unknown, done.stderr
     return known(tuple(flag for flag in flags if flag not in unknown))
@@ -49,5 +56,5 @@ def suit_the_platform(quick: bool) -> None:
         jax.config.update("jax_default_matmul_precision", os.environ["JAX_DEFAULT_MATMUL_PRECISION"])
     elif quick:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known()]).strip()
-        exec(environment.PARSE)
+        exec(PARSE)
         os.unsetenv("XLA_FLAGS")

@@ -31,10 +31,6 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from failfast_jax.util import starting
-
-starting.begin(__name__)  # before the imports that take seconds
-
 import jax
 from tqdm import tqdm
 
@@ -49,7 +45,7 @@ from failfast_jax.util.tables import markdown
 from tpu_scripts import hlo
 from tpu_scripts.tpu_compiler import WIDTHS, CompileCase, Compiler
 
-hardware.tell_libtpu(hardware.CHIPS.values())
+os.environ.setdefault("LIBTPU_INIT_ARGS", hardware.CHIPS["TPU7x"].init_args)
 
 CASES = (
     *(CompileCase("qwen2.5-1.5b", f"{chip}:1x1", 1) for chip in ("v5e", "v6e")),

@@ -6,10 +6,6 @@ point `lm_eval.models` of packages.
 
 from __future__ import annotations
 
-from failfast_jax.util import starting
-
-starting.begin(__name__)  # before the imports that take seconds
-
 import argparse
 import logging
 import sys

@@ -22,7 +22,7 @@ import jax
 
 from failfast_jax._version import __version__
 from failfast_jax.errors import OptionError, is_failure, printable, printable_lines
-from failfast_jax.util import environment, files, hardware, processes, progress, starting, streams
+from failfast_jax.util import environment, files, hardware, processes, progress, streams
 from failfast_jax.util.compile_cache import enable_compile_cache
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -93,33 +93,6 @@ def raise_terminated(*_: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def unwrap_signals() -> Iterator[None]:
-    """Inside, an error that a library raised from a signal's exception is replaced by that exception."""
-    try:
-        yield
-    except Exception as error:
-        cause, seen = error.__cause__, set()
-        while cause is not None and id(cause) not in seen:
-            if isinstance(cause, KeyboardInterrupt) or (isinstance(cause, SystemExit) and cause.code == TERMINATED):
-                raise cause from None
-            seen.add(id(cause))
-            cause = cause.__cause__
-        raise
-
-
-def _send_again(lost: Any) -> bool:
-    """Sends a signal again whose exception Python ignored; False: the exception is not a signal's."""
-    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
-    if number is None or not callable(signal.getsignal(number)):
-        return False
-    # A moment later, and from another thread: the main one is still where the exception was lost.
-    timer = threading.Timer(0.02, os.kill, (os.getpid(), number))
-    timer.daemon = True
-    timer.start()
-    return True
-
-
-@contextlib.contextmanager
 def reraise_lost_signals() -> Iterator[None]:
     """Inside, a signal whose exception is lost is sent again until the exception is caught.
 
@@ -129,38 +102,20 @@ def reraise_lost_signals() -> Iterator[None]:
     before = sys.unraisablehook
 
     def hook(lost: Any) -> None:
-        if not _send_again(lost):
+        number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
+        if number is None or not callable(signal.getsignal(number)):
             before(lost)
+            return
+        # A moment later, and from another thread: the main one is still where the exception was lost.
+        timer = threading.Timer(0.02, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        if sys.unraisablehook is hook:  # see `silence_threads_on_interrupt`
-            sys.unraisablehook = before
-
-
-@contextlib.contextmanager
-def silence_threads_on_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C silences other threads, unless with `--debug`; for use where Ctrl-C ends the process.
-
-    Threads of a library continue for a moment without the work that they served, and print errors of no use.
-    """
-
-    def interrupted(*_: object) -> NoReturn:
-        if not progress.is_debugging():
-            logging.disable(logging.CRITICAL)
-            threading.excepthook = lambda _: None
-            sys.unraisablehook = _send_again  # native callbacks report here
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager
@@ -209,51 +164,66 @@ def run(
     progress.set_verbosity(verbosity or progress.NORMAL)
     streams.open_closed()
     with streams.escaped(), streams.lenient():
-        status = _status(work, interrupted, where, verbosity)
+        try:
+            with progress.ended_bars():
+                status = _worked(work, where)
+        except BaseException as error:
+            status = _status_of(error, interrupted, verbosity)
     processes.exit_process(status)
     return status
 
 
-def _status(work: Callable[[], int | None], interrupted: str, where: str | None, verbosity: str | None) -> int:
-    try:
-        with starting.interruptible(), progress.ended_bars():
-            environment.check()
-            hardware.tell_libtpu()
-            processes.join(where)
-            with contextlib.ExitStack() as inside:
-                for enter in (streams.named_stdout, reraise_lost_signals, one_line_warnings, unwrap_signals):
-                    inside.enter_context(enter())
-                inside.enter_context(processes.only_primary_prints())
-                handler = progress.LogHandler()
-                handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
-                logging.basicConfig(handlers=[handler])
-                status = work() or 0
-                sys.stdout.flush()
-                return status
-    except (ValueError, OSError) as error:
-        if streams.is_lost_stdout(error) and isinstance(error, BrokenPipeError):
-            return NO_READER  # the reader, such as `head`, has enough
-        is_system = isinstance(error, OSError)
-        message = printable(files.describe_os_error(error)) if is_system else printable_lines(error)
-        return _ended(f"error: {message}", USAGE_ERROR)
-    except OutOfTime:
-        return _ended("stopped by --minutes; the same command goes on", UNFINISHED)
-    except KeyboardInterrupt:
+def _worked(work: Callable[[], int | None], where: str | None) -> int:
+    environment.check()
+    hardware.tell_libtpu()
+    processes.join(where)
+    handler = progress.LogHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
+    with reraise_lost_signals(), one_line_warnings(), processes.only_primary_prints():
+        logging.basicConfig(handlers=[handler])
+        status = work() or 0
+        sys.stdout.flush()
+        return status
+
+
+def _wrapped_signal(error: BaseException | None) -> BaseException | None:
+    """The exception of Ctrl-C or SIGTERM that is an error's cause: libraries such as Orbax wrap it in errors."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == TERMINATED):
+            return error
+        seen.append(error)
+        error = error.__cause__
+    return None
+
+
+def _status_of(error: BaseException, interrupted: str, verbosity: str | None) -> int:
+    """Prints the line that explains an error, and returns the exit status; raises other ends, and with `--debug` faults
+    of this package."""
+    error = _wrapped_signal(error) or error
+    if isinstance(error, KeyboardInterrupt):
         return _ended(interrupted, INTERRUPTED)
-    except SystemExit as ended:
-        if ended.code != TERMINATED:
-            raise
+    if isinstance(error, SystemExit) and error.code == TERMINATED:
         return _ended("stopped by SIGTERM", TERMINATED)
-    except BaseException as error:
-        if no_device := environment.no_device(error):
-            return _ended(f"error: {no_device}", USAGE_ERROR)
-        if progress.is_debugging() or not is_failure(error):
-            raise
-        message = printable((str(error).strip() or "no message").splitlines()[0])
-        _ended(f"unexpected error: {type(error).__name__}: {message}", UNEXPECTED)
-        hint = "" if verbosity is None else "--debug shows where; "
-        print(f"{hint}please report it, with python -m failfast_jax.doctor", file=sys.stderr)
-        return UNEXPECTED
+    if isinstance(error, OutOfTime):
+        return _ended("stopped by --minutes; the same command goes on", UNFINISHED)
+    if isinstance(error, OSError):
+        if streams.is_of_stdout(error):
+            if isinstance(error, BrokenPipeError):
+                return NO_READER  # the reader, such as `head`, has enough
+            error.filename = "stdout"
+        return _ended(f"error: {printable(files.describe_os_error(error))}", USAGE_ERROR)
+    if isinstance(error, ValueError):
+        return _ended(f"error: {printable_lines(error)}", USAGE_ERROR)
+    if no_device := environment.no_device(error):
+        return _ended(f"error: {no_device}", USAGE_ERROR)
+    if progress.is_debugging() or not is_failure(error):
+        raise error
+    message = printable((str(error).strip() or "no message").splitlines()[0])
+    _ended(f"unexpected error: {type(error).__name__}: {message}", UNEXPECTED)
+    hint = "" if verbosity is None else "--debug shows where; "
+    print(f"{hint}please report it, with python -m failfast_jax.doctor", file=sys.stderr)
+    return UNEXPECTED
 
 
 def _ended(message: str, status: int) -> int:

@@ -13,7 +13,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,25 +194,20 @@ CHIPS = {
 }
 
 
-def chips_here(pci: Path = Path("/sys/bus/pci/devices")) -> list[Chip]:
-    """Lists this machine's chips that need flags of libtpu, without loading it."""
-    devices = {path.read_text().strip() for path in pci.glob("*/device")}
-    return [chip for chip in CHIPS.values() if chip.pci_device in devices]
+def tell_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Adds the arguments that chips on this machine's bus need to LIBTPU_INIT_ARGS, unless the user has set them.
 
-
-def tell_libtpu(chips: Iterable[Chip] | None = None) -> None:
-    """Adds the chips' arguments to LIBTPU_INIT_ARGS, unless the user has set them; no effect once JAX has devices.
-
-    Commands do so by themselves. Other programs on a TPU7x are slower without it.
+    Commands do so by themselves. Other programs on a TPU7x are slower without it. No effect once JAX has devices.
 
     Args:
-      chips: None: those of this machine.
+      pci: folder of the bus's devices.
     """
-    chips = chips_here() if chips is None else chips
-    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
-    new = [chip.init_args for chip in chips if chip.init_args and chip.init_args.split("=")[0] not in arguments]
-    if new:  # an argument that another libtpu does not know would end the process
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join([arguments, *new]).strip()
+    # An argument that another chip's libtpu does not know would end the process.
+    devices = {path.read_text().strip() for path in pci.glob("*/device")}
+    for chip in CHIPS.values():
+        arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
+        if chip.pci_device in devices and chip.init_args.split("=")[0] not in arguments:
+            os.environ["LIBTPU_INIT_ARGS"] = f"{arguments} {chip.init_args}".strip()
 
 
 def compiler_options(device: Any) -> dict[str, str | bool]:

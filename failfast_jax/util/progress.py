@@ -1,4 +1,4 @@
-"""Progress output: bars on a terminal, and a line for each wait of over two seconds; in a file a line per minute."""
+"""Progress output: bars and waits of over two seconds on a terminal; in a file a line per minute."""
 
 from __future__ import annotations
 
@@ -56,11 +56,6 @@ def is_debugging() -> bool:
     return _verbosity == DEBUG
 
 
-def shows() -> bool:
-    """True if progress is printed: stderr is a terminal, and the command is not quiet."""
-    return _verbosity != QUIET and sys.stderr.isatty()
-
-
 class _Bar(tqdm):
     """A bar on a terminal. Once it is visible, its line is ended, even during its `delay`."""
 
@@ -84,16 +79,10 @@ class _Lines(tqdm):
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Prints at most a line per `MINUTE_S`, and one at the end, whose line break `close` writes."""
         del pos
-        if not self.disable and time.monotonic() - self._printed < 0.9 * MINUTE_S:
-            return
-        self._printed = time.monotonic()
-        with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no work of hours
-            self.fp.write((str(self) if msg is None else msg).strip() + ("" if self.disable else "\n"))
-            self.fp.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
+        if self.disable or time.monotonic() - self._printed >= 0.9 * MINUTE_S:
+            self._printed = time.monotonic()
+            text = (str(self) if msg is None else msg).strip()
+            print(text, end="" if self.disable else "\n", file=self.fp, flush=True)
 
     def clear(self, nolock: bool = False) -> None:
         """Does nothing: lines that were written stay."""
@@ -147,7 +136,7 @@ def warn_once(message: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str, beside_bar: bool = True) -> Iterator[None]:
-    """Prints what the process waits for, if that takes a while, and then its seconds; in a file once a minute.
+    """Prints what the process waits for, if that takes a while (in a file: a minute), and then its seconds.
 
     Args:
       beside_bar: False for a part of the work that a bar counts, and for short waits, which a file does not list.
@@ -156,20 +145,14 @@ def waiting(what: str, beside_bar: bool = True) -> Iterator[None]:
     if is_quiet() or not (beside_bar or (watched and all(bar.disable for bar in _bars))):
         yield
         return
-    begin, done, patience = time.monotonic(), threading.Event(), PATIENCE_S if watched else MINUTE_S
-
-    def report() -> None:
-        while not done.wait(patience):
-            note(f"{what} ..." if watched else f"{what}: {time.monotonic() - begin:.0f} s so far")
-            if watched:
-                break
-
-    reporter = threading.Thread(target=report, daemon=True)
+    begin, patience = time.monotonic(), PATIENCE_S if watched else MINUTE_S
+    reporter = threading.Timer(patience, note, [f"{what} ..."])
+    reporter.daemon = True
     reporter.start()
     try:
         yield
     finally:
-        done.set()
+        reporter.cancel()
         reporter.join()  # Python 3.11 may crash if it exits while a daemon thread wakes
         if (took := time.monotonic() - begin) > patience:
             note(f"{what}: {took:.0f} s")

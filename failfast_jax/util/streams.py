@@ -4,83 +4,64 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from failfast_jax.errors import OptionError
 from failfast_jax.util import files
 
 NAMES = {"stdin": "r", "stdout": "w", "stderr": "w"}
-"""Standard streams in order of their descriptors, with their modes."""
-
-STDOUT = Path("stdout")
-
-closed: set[str] = set()
-"""Names of the streams that the process was started without."""
+"""Standard streams with their modes."""
 
 
-class GuardedStream:
-    """A text stream that writes inside a context, which may rename errors or ignore them."""
+class LossyStream:
+    """A text stream that loses what cannot be written."""
 
-    def __init__(self, stream: Any, guard: Callable[[], Any]):
-        self._stream, self._guard = stream, guard
+    def __init__(self, stream: Any):
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Writes a text."""
-        with self._guard():
+        with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Writes the buffer."""
-        with self._guard():
+        with contextlib.suppress(OSError):
             self._stream.flush()
-
-
-def named_stdout() -> Any:
-    """Returns a context in which errors of stdout name it."""
-    return contextlib.redirect_stdout(GuardedStream(sys.stdout, lambda: files.naming(STDOUT)))
-
-
-def is_lost_stdout(error: Exception) -> bool:
-    """True for an error of stdout inside `named_stdout`; its buffer is then dropped."""
-    lost = isinstance(error, OSError) and error.filename == str(STDOUT)
-    if lost:
-        _drop_buffer(sys.stdout)
-    return lost
 
 
 @contextlib.contextmanager
 def lenient() -> Iterator[None]:
     """Inside, text that stderr cannot take, for example on a full disk, is lost and ends no work."""
     try:
-        with contextlib.redirect_stderr(GuardedStream(sys.stderr, lambda: contextlib.suppress(OSError))):
+        with contextlib.redirect_stderr(LossyStream(sys.stderr)):
             yield
     finally:
         try:
             sys.stderr.flush()
-        except OSError:  # Python would try again at exit, and change the status
+        except OSError:
             _drop_buffer(sys.stderr)
 
 
+def is_of_stdout(error: BaseException) -> bool:
+    """True for an error of a stream without a file's name: stdout is full, or nobody reads it. It is then dropped."""
+    is_stream = isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, *files.FULL)
+    if is_stream:
+        _drop_buffer(sys.stdout)
+    return is_stream
+
+
 def _drop_buffer(stream: Any) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def need_stdout() -> None:
-    """Refuses a closed stdout in commands whose only result goes there.
-
-    Raises:
-      OptionError: the process was started without it.
-    """
-    if "stdout" in closed:
-        raise OptionError("stdout: it is closed, and the answer goes there; redirect it to a file, or to /dev/null")
+    """Sends a stream's buffer to nowhere: Python would write it at exit, fail again, and change the exit status."""
+    with contextlib.suppress(OSError):  # a stream of a test has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def open_closed() -> None:
@@ -96,7 +77,6 @@ def open_closed() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free
         setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
-        closed.add(name)
 
 
 @contextlib.contextmanager

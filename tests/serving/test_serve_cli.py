@@ -88,19 +88,6 @@ def test_quiet_prints_only_the_free_port():
         assert re.fullmatch(r"http://127.0.0.1:\d+/v1\n", server.stdout.read())
 
 
-COMMANDS = ["-m failfast_jax.serve", "tpu_scripts/aot_report.py"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_ctrl_c_while_a_command_is_imported(command):
-    """Ends it as it ends other programs, without a traceback."""
-    with start("-v", *command.split()) as started:  # says what it imports
-        next(line for line in started.stderr if line.startswith("import 'jax"))
-        started.send_signal(signal.SIGINT)
-        assert "Traceback" not in started.stderr.read()
-        assert started.wait(20) == -signal.SIGINT
-
-
 def test_programs_that_import_the_package_are_interrupted_by_an_exception():
     program = "import failfast_jax, convert.qwen2, signal as s; raise SystemExit(s.getsignal(2) is s.SIG_DFL)"
     with start("-c", program) as other:

@@ -10,9 +10,9 @@ from typing import Any
 from failfast_jax.drafters import DEFAULT_METHOD, DIFFUSION_METHOD, FORMER, all_options, resolve
 from failfast_jax.engine import FailFast
 from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.kernels.kernel_table import KERNELS
 from failfast_jax.load_options import LoadOptions
 from failfast_jax.models import quantization
-from failfast_jax.models.attention import KERNELS
 from failfast_jax.options import add_flag, add_flags, flag_of
 from failfast_jax.util import processes, progress
 from failfast_jax.util.compile_cache import enable_compile_cache

@@ -50,6 +50,7 @@ def attention(device, cases: list[dict]) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import gpu_attention
+    from failfast_jax.kernels.attention_window import Window
 
     def argument(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
@@ -59,7 +60,7 @@ def attention(device, cases: list[dict]) -> None:
         cache = argument((batch, kv_heads, capacity, head_dim), case["dtype"])
 
         def attend(q, k, v, start, until, live):
-            return gpu_attention.window_attention(q, k, v, start, until, live, block_size=32)
+            return gpu_attention.attend(q, (k, v), Window(None, None, start, live, until=until, block_size=32))
 
         program = jax.jit(attend).lower(
             argument((batch, width, heads, head_dim), case["dtype"]),

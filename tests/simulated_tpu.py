@@ -30,7 +30,7 @@ from tiny_models import (
 from failfast_jax import FailFast
 from failfast_jax.engine import Result
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.models.attention import SIMULATED_TPU
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Round
 from failfast_jax.runtime.model_runtime import Request

@@ -15,7 +15,7 @@ from simulated_tpu import CASES, PROMPTS, difference, rows_come_and_go
 from tiers import tiers
 
 from failfast_jax import FailFast
-from failfast_jax.models.attention import SIMULATED_TPU
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 
 QUICK = ("lookup", "wide, long prompts", "dflash", "eagle, tree", "dllm, block cache", "exact lookup", "bfloat16")
 QUICK += ("blocks of 10", "small blocks of 4")

@@ -19,7 +19,7 @@ MUTANTS = {
         "causal edge, one early": ("seen = positions <= last", "seen = positions < last"),
         "causal edge, one late": ("seen = positions <= last", "seen = positions <= last + 1"),
         "no mask": ("scores = jnp.where(seen, scores, HIDDEN)", "scores = jnp.where(seen | True, scores, HIDDEN)"),
-        "block-causal edge": ("until, block_size)\n    return tuple", "until, 1)\n    return tuple"),
+        "block-causal edge": ("seen = window.last(width)[", "seen = window.replace(block_size=1).last(width)["),
         "sums not rescaled": ("acc_ref[head] * decay + part", "acc_ref[head] + part"),
         "total not rescaled": ("total_ref[head, :, :1] * decay", "total_ref[head, :, :1]"),
         "maximum of one tile": ("jnp.maximum(before, jnp.max(", "jnp.maximum(HIDDEN, jnp.max("),
@@ -50,7 +50,7 @@ MUTANTS = {
             "@pl.when((step == 0) & (row == 0))\n    def _():\n        cos, sin",
         ),
         "ended rows write": (
-            "jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0))",
+            "jnp.clip(last.max(1), 0, jnp.maximum(window.live - 1, 0))",
             "jnp.clip(last.max(1), 0, capacity - 1)",
         ),
         "rows of another query head": ("jnp.tile(seen, (1, group, 1))", "jnp.repeat(seen, group, axis=1)"),
@@ -110,16 +110,13 @@ MUTANTS = {
         "prompts: tiles": (">= tiles * block", "> tiles * block"),
         "prompts: first tile again": ("data_next=jnp.where(seen, tiles, 0)", "data_next=0 * jnp.where(seen, tiles, 0)"),
         "prompts: not scaled": (" * (head_dim**-0.5)", ""),
-        "prompts: block-causal edge": (
-            "last_visible(start, width, until, block_size)",
-            "last_visible(start, width, until, 1)",
-        ),
-        "prompts: until": (
-            "last_visible(start, width, until, block_size)",
-            "last_visible(start, width, 0 * until, block_size)",
-        ),
+        "prompts: block-causal edge": ("window.last(width)", "window.replace(block_size=1).last(width)"),
+        "prompts: until": ("window.last(width)", "window.replace(until=None).last(width)"),
         "prompts: heads": ("out.transpose(0, 3, 1, 2, 4)", "out.transpose(0, 3, 2, 1, 4)"),
-        "prompts: first sequence": ("last_visible(start, width", "last_visible(0 * start + start[0], width"),
+        "prompts: first sequence": (
+            "window.last(width)",
+            "window.replace(start=0 * window.start + window.start[0]).last(width)",
+        ),
     },
 }
 """By file and name: a piece of text, and what replaces it."""

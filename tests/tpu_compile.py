@@ -30,13 +30,18 @@ def kernels(topology_name: str) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import tpu_attention, tpu_write
-    from failfast_jax.models.attention import Window, attend
+    from failfast_jax.kernels.attention_window import Window
+    from failfast_jax.kernels.kernel_table import attend
     from tpu_scripts.tpu_compiler import devices_of
 
     chip = SingleDeviceSharding(devices_of(topology_name)[0])
 
     def array(*shape, dtype="int32"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=chip)
+
+    def write(k_cache, v_cache, qkv, window):
+        tables = tpu_write.rotary_tables(window.cos, window.sin)
+        return tpu_write.write_window(k_cache, v_cache, qkv, window.start, tables)
 
     verdicts = {}
     for batch, width, group, kv_heads, head_dim, capacity, dtype in (
@@ -51,17 +56,13 @@ def kernels(topology_name: str) -> None:
     ):
         cache = array(batch, kv_heads, capacity, head_dim, dtype=dtype)
         qkv = array(batch, width, kv_heads, group + 2, head_dim, dtype=dtype)
-        tables = (array(batch, width, head_dim, dtype="float32"),) * 2
-        places = array(batch), array(batch), array()
+        tables = (array(batch, width, 1, head_dim // 2, dtype="float32"),) * 2
+        window = Window(*tables, array(batch), array(), until=array(batch), block_size=32)
         shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}"
         for name, function, args in (
-            ("both", functools.partial(tpu_attention.attend, block_size=32), (qkv, *tables, cache, cache, *places)),
-            (
-                "attention",
-                functools.partial(tpu_attention.window_attention, block_size=32),
-                (qkv, *tables, cache, cache, *places),
-            ),
-            ("write", tpu_write.write_window, (cache, cache, qkv, places[0], tables)),
+            ("both", tpu_attention.attend, (qkv, (cache, cache), window)),
+            ("attention", tpu_attention.attend_written, (qkv, (cache, cache), window)),
+            ("write", write, (cache, cache, qkv, window)),
         ):
             hlo = jax.jit(function).lower(*args).compile().as_text()
             verdicts[f"{name}: {shown}"] = "tpu_custom_call" in hlo

@@ -34,7 +34,7 @@ from failfast_jax._version import __version__
 from failfast_jax.bench import kernel_timing, replay
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
-from failfast_jax.models.attention import SIMULATED_TPU
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 from failfast_jax.models.attention_check import TOLERANCE
 from failfast_jax.util import command_line, compile_cache, hardware, progress
 from failfast_jax.util.files import user_path, write_json

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.bench.timing import median_ms
-from failfast_jax.models.attention import Window, attend, kernel_of
+from failfast_jax.kernels.attention_window import Window
+from failfast_jax.kernels.kernel_table import attend, kernel_of
+from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models.attention_check import check_attention, is_right
 from failfast_jax.models.kv_cache import KVCache, round_up
-from failfast_jax.models.layers import product, xla_product
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import hardware
 from failfast_jax.util.progress import progress_bar
@@ -107,7 +108,7 @@ def check_shapes(
     Args:
       shapes: query heads, KV heads and head_dim by name.
       windows: as `WINDOWS`.
-      kernel: one of `models.attention.KERNELS`; None: the one that serves here.
+      kernel: one of `kernel_table.KERNELS`; None: the one that serves here.
     """
     checks = []
     cases = [(name, window) for name in shapes for window in windows]

@@ -26,7 +26,7 @@ import jax
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.errors import OptionError
-from failfast_jax.models.attention import KERNELS
+from failfast_jax.kernels.kernel_table import KERNELS
 from failfast_jax.models.sharding import make_mesh
 from failfast_jax.options import check_least
 from failfast_jax.public_data import acceptance_law

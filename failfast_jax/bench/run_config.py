@@ -27,7 +27,7 @@ from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.drafters import METHODS
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.models.attention import KERNELS
+from failfast_jax.kernels.kernel_table import KERNELS
 from failfast_jax.options import CommandOptions, Option, add_flag, check_value, option, type_of
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset

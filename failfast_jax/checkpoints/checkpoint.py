@@ -133,7 +133,7 @@ class Checkpoint:
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes.items())
 
     def kept_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
-        """The dtype in which a model in `dtype` holds each parameter; see `layers.kept_dtype`.
+        """The dtype in which a model in `dtype` holds each parameter; see `row_operations.kept_dtype`.
 
         Raises:
           CheckpointError: names or shapes of tensors do not fit the model, or a converted folder is damaged.

@@ -20,8 +20,8 @@ from failfast_jax.checkpoints.feature_drafter_folder import DrafterLayout
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU, device_of, refusal, unserved
 from failfast_jax.models import sharding
-from failfast_jax.models.attention import SIMULATED_TPU, device_of, supports, unserved
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK, Kind
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -191,7 +191,7 @@ def check_attention(attention: str | None, config: Any, dtype: Any, name: str) -
     base = getattr(config, "base", config)
     model = {"dtype": dtype, "head_dim": base.head_dim, "heads": base.num_heads, "kv_heads": base.num_kv_heads}
     if attention not in (None, SIMULATED_TPU):
-        if reason := supports(attention, jax.devices()[0], **model):
+        if reason := refusal(attention, jax.devices()[0], **model):
             raise OptionError(f"--attention {attention}: {name}: {reason}")
     elif reason := unserved(device_of(attention), **model):
         progress.warn_once(f"{name}: attention runs in XLA: {reason}")

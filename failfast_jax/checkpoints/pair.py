@@ -13,9 +13,9 @@ from failfast_jax.checkpoints.checkpoint import as_dtype
 from failfast_jax.checkpoints.model_folder import ModelFolder, check_attention
 from failfast_jax.checkpoints.tokenizer import check_same_tokens
 from failfast_jax.errors import OptionError
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU, device_of, refusal
 from failfast_jax.load_options import LoadOptions
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.attention import SIMULATED_TPU, device_of, refusal
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import processes

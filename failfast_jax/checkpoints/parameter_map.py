@@ -16,7 +16,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.errors import CheckpointError
-from failfast_jax.models import layers
+from failfast_jax.kernels import row_operations
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
 from failfast_jax.util.files import read_json
@@ -147,7 +147,7 @@ class ReadPlan:
     """By parameter: the parts that tensors fill, and the tensors."""
 
     def kept_dtype(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.dtype:
-        """The dtype that a parameter has in a model in `dtype`; see `layers.kept_dtype`."""
+        """The dtype that a parameter has in a model in `dtype`; see `row_operations.kept_dtype`."""
         stored = {tensor.dtype for _, tensor in self.sources[parameter]}
         return kept_dtype(parameter, shape, stored.pop() if len(stored) == 1 else dtype, dtype)
 
@@ -184,7 +184,7 @@ class ReadPlan:
 def kept_dtype(parameter: str, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.dtype:
     """The dtype that a parameter, by name, has in a model in `dtype`: matrices of products may stay as stored."""
     of_products = parameter in ("embed", "head") or parameter.endswith(".weight")
-    return layers.kept_dtype(shape, stored, dtype) if of_products else dtype
+    return row_operations.kept_dtype(shape, stored, dtype) if of_products else dtype
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

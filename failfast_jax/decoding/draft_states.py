@@ -36,7 +36,7 @@ from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.diffusion_decoding import BlockSchedule, DiffusionState, Guesses
 from failfast_jax.decoding.unmasking import BlockPass, rank
 from failfast_jax.decoding.windows import gather_rows
-from failfast_jax.models.attention import RowGroups
+from failfast_jax.kernels.attention_window import RowGroups
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.transformer import Decoder
 

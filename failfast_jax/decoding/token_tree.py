@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Tree
-from failfast_jax.models.attention import TreeMask
+from failfast_jax.kernels.attention_window import TreeMask
 
 Leaves = TypeVar("Leaves")
 

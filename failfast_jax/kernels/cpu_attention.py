@@ -2,132 +2,86 @@
 
 The cache is summed up in chunks at absolute positions, which are shared out over XLA's threads and then joined in their
 order. A row's result depends neither on how many rows there are nor on where its window began. Sums, and what comes out
-of the softmax, are float32. Longer windows are `cpu_prompt`'s.
+of the softmax, are float32. Longer windows are for `cpu_prompt_attention`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
+from failfast_jax.axes import Queries
 from failfast_jax.kernels import cpu_product, llvm_emitter, thread_pool
+from failfast_jax.kernels.attention_window import SLIDING, TEXT, AttentionCase, LayerCache, Window
 from failfast_jax.kernels.cpu_product import MAX_WIDTH
 from failfast_jax.kernels.llvm_emitter import ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
-from failfast_jax.kernels.plain_attention import HIDDEN, last_visible
-from failfast_jax.kernels.plain_attention import window_attention as window_attention_by_jnp
+from failfast_jax.kernels.plain_attention import HIDDEN
 
 CHUNK = 256
 """Slots of the cache that are summed up by themselves; chunks lie at absolute positions."""
 STEP = 16
-"""Slots are summed up in multiples of it; a cache has one of `models.kv_cache.TILE`."""
+"""Slots are summed up in multiples of it; a cache has one of `attention_window.TILE`."""
 TILE = (4, 3, 2, 1)
 """Rows that share a chunk's keys and values in registers, and of smaller tiles for the rows that are left."""
 ROWS_AT_ONCE = 16
 SLOTS_AT_ONCE = 4
 
 
-def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
-    """Why `window_attention` cannot serve a shape; None if it can.
-
-    Args:
-      width: rows of the window.
-      capacity: positions of the cache.
-      head_dim: of queries, keys and values.
-      dtype: of the cache.
-    """
+def refuses(case: AttentionCase) -> str | None:
+    """Returns why `attend` cannot serve a case, or None if it can."""
     if llvm_emitter.vector_unit() is None:
         return cpu_product.NO_UNIT
-    if not 1 <= width <= MAX_WIDTH:
-        return f"a window has 1 to {MAX_WIDTH} rows, not {width}"
-    if capacity % STEP:
-        return f"a cache of {capacity} positions: a multiple of {STEP}"
-    if head_dim % SLOTS_AT_ONCE:
-        return f"head_dim {head_dim}: a multiple of {SLOTS_AT_ONCE}"
-    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"a cache of {jnp.dtype(dtype).name}: bfloat16, float16 or float32"
+    if case.pattern not in (TEXT, SLIDING):
+        return f"a {case.pattern}"
+    if case.width is not None and not 1 <= case.width <= MAX_WIDTH:
+        return f"a window has 1 to {MAX_WIDTH} rows, not {case.width}"
+    if case.capacity % STEP:
+        return f"a cache of {case.capacity} positions: a multiple of {STEP}"
+    if case.head_dim % SLOTS_AT_ONCE:
+        return f"head_dim {case.head_dim}: a multiple of {SLOTS_AT_ONCE}"
+    if jnp.dtype(case.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"a cache of {jnp.dtype(case.dtype).name}: bfloat16, float16 or float32"
     return None
 
 
-def window_attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    back: int | None = None,
-) -> Queries:
-    """Attention of a window of queries over the live part of a static cache, on a CPU and for shapes that it
-    `supports`; see the package's interface.
-
-    Args:
-      back: positions up to its own that a query sees; None: all.
+def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
+    """Attends to the live part of the cache, as `plain_attention.attend`; not differentiable.
 
     Raises:
       ValueError: the kernel would read or write beside its arrays.
     """
-    why = supports(width=q.shape[1], capacity=k_cache.shape[2], head_dim=q.shape[3], dtype=k_cache.dtype)
-    if why or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or q.shape[3] != k_cache.shape[3]:
-        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
-        raise ValueError(f"attention of {shapes}: {why or 'wants keys and values of one shape and type'}")
-    return _differentiable(q, k_cache, v_cache, start, until, live, block_size, back)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7))
-def _differentiable(q, k_cache, v_cache, start, until, live, block_size: int, back: int | None) -> Queries:
+    check_arrays(q, cache, window, refuses)
+    k_cache, v_cache = cache
     batch, width, heads, head_dim = q.shape
-    kv_heads, group = k_cache.shape[1], heads // k_cache.shape[1]
+    _, kv_heads, capacity, _ = k_cache.shape
+    group = heads // kv_heads
     # The query heads of one KV head are rows of one product.
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * width, head_dim).astype(jnp.float32) * head_dim**-0.5
-    last = last_visible(start, width, until, block_size)
-    first = jnp.zeros_like(last) if back is None else start[:, None] + jnp.arange(width) - (back - 1)
-    live = jnp.minimum(live, k_cache.shape[2])
-    first, last = (jnp.tile(bound.astype(jnp.int32), (1, group)) for bound in (first, last))
-    out = _attention_of_rows(rows, k_cache, v_cache, first, last, live).reshape(batch, kv_heads, group, width, head_dim)
+    first, last = (jnp.tile(bound.astype(jnp.int32), (1, group)) for bound in (window.first(width), window.last(width)))
+    name = llvm_emitter.registered(_attention_module, str(k_cache.dtype), head_dim)
+    # For each chunk of each KV head the rows' sums of values, their highest scores and sums of weights.
+    sums = (batch * kv_heads * -(-capacity // CHUNK), group * width * (head_dim + 2))
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows.shape, sums))
+    call = llvm_emitter.call(name, *shapes)
+    out, _ = call(rows, k_cache, v_cache, first, last, jnp.minimum(window.live, capacity))
+    out = out.reshape(batch, kv_heads, group, width, head_dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
 
 
-@_differentiable.defjvp
-def _by_reference(block_size: int, back: int | None, arguments: tuple, changes: tuple) -> tuple[Queries, Queries]:
-    """Derivatives are those of plain jnp."""
-    places = {"block_size": block_size, "tile": math.gcd(arguments[1].shape[2], CHUNK // 2), "back": back}
-
-    def plain(q: Queries, k: Cache, v: Cache) -> Queries:
-        return window_attention_by_jnp(q, k, v, *arguments[3:], **places)
-
-    return jax.jvp(plain, arguments[:3], changes[:3])
-
-
-def _attention_of_rows(
-    rows: Float[Array, "B K GW H"],
-    k_cache: Cache,
-    v_cache: Cache,
-    first: Int[Array, "B GW"],
-    last: Int[Array, "B GW"],
-    live: Scalar,
-) -> Float[Array, "B K GW H"]:
-    """The sums of all chunks, then of them.
-
-    Args:
-      rows: float32, scaled.
-      first: slot from which on each row sees.
-      last: the last one that it sees.
-    """
-    batch, heads, count, head_dim = rows.shape
-    name = llvm_emitter.registered(_attention_module, str(k_cache.dtype), head_dim)
-    sums = (batch * heads * -(-k_cache.shape[2] // CHUNK), count * (head_dim + 2))
-    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows.shape, sums))
-    return llvm_emitter.call(name, *shapes)(rows, k_cache, v_cache, first, last, live)[0]
+def check_arrays(q: Queries, cache: LayerCache, window: Window, refuses: Callable[[AttentionCase], str | None]) -> None:
+    """Raises ValueError: a kernel refuses these arrays, or keys and values differ in shape or type."""
+    k_cache, v_cache = cache
+    reason = refuses(AttentionCase.of(q.shape[2], q.shape[1], cache, window))
+    alike = k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
+    if reason or not alike or q.shape[::3] != k_cache.shape[::3]:
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
+        raise ValueError(f"attention of {shapes}: {reason or 'wants keys and values of one shape and type'}")
 
 
 def column_lanes(head_dim: int) -> int:

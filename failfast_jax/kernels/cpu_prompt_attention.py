@@ -1,9 +1,8 @@
-"""Attention of a prompt on CPU, from what one projection made to what the next one reads.
+"""Attention of a prompt on CPU.
 
-Two calls: keys are rotated and written into the cache with the values; then each thread takes some positions of a KV
-head, rotates their queries, and goes over the chunks of the cache that they see, with the highest score and the sums so
-far (FlashAttention, arXiv:2205.14135). A chunk's keys are transposed, so that neither product adds up the lanes of a
-vector. All numbers are float32.
+Each thread takes some positions of a KV head and goes over the chunks of the cache that they see, with the highest
+score and the sums so far (FlashAttention, arXiv:2205.14135). A chunk's keys are transposed, so that neither product
+adds up the lanes of a vector. All numbers are float32.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 from llvmlite import ir
 
-from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
+from failfast_jax.axes import Queries
 from failfast_jax.kernels import cpu_product, llvm_emitter, thread_pool
-from failfast_jax.kernels.cpu_attention import STEP, TILE, softened
+from failfast_jax.kernels.attention_window import SLIDING, TEXT, AttentionCase, LayerCache, Window
+from failfast_jax.kernels.cpu_attention import STEP, TILE, check_arrays, softened
 from failfast_jax.kernels.cpu_product import MAX_WIDTH
 from failfast_jax.kernels.llvm_emitter import FLOAT, INT, LONG, POINTER, Call, Emitter, constant
-from failfast_jax.kernels.plain_attention import HIDDEN, last_visible
+from failfast_jax.kernels.plain_attention import HIDDEN
 
 CHUNK = 256
 """Slots of the cache whose transposed keys lie in a core's second cache."""
@@ -31,124 +29,36 @@ ROWS_AT_ONCE = 16
 FLOAT_BYTES = llvm_emitter.BYTES["float32"]
 
 
-def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike, cached: DTypeLike) -> str | None:
-    """Why `attend` cannot serve a shape; None if it can.
-
-    Args:
-      width: rows of the window.
-      capacity: positions of the cache.
-      head_dim: of queries, keys and values.
-      dtype: of what the projection made.
-      cached: of the cache.
-    """
+def refuses(case: AttentionCase) -> str | None:
+    """Returns why `attend` cannot serve a case, or None if it can."""
     if llvm_emitter.vector_unit() is None:
         return cpu_product.NO_UNIT
-    if width <= MAX_WIDTH:
-        return f"a prompt has more than {MAX_WIDTH} rows, not {width}"
-    if capacity % STEP or capacity < width:
-        return f"a cache of {capacity} positions: a multiple of {STEP}, and room for {width} rows"
-    if head_dim % (two := 2 * llvm_emitter.vector_unit().lanes):
-        return f"head_dim {head_dim}: a multiple of {two}"  # whole vectors of each half
-    if not jnp.dtype(dtype) == jnp.dtype(cached) == jnp.float32:
-        return f"{jnp.dtype(dtype).name} and a cache of {jnp.dtype(cached).name}: float32"
+    if case.pattern not in (TEXT, SLIDING):
+        return f"a {case.pattern}"
+    if case.width is not None and case.width <= MAX_WIDTH:
+        return f"a prompt has more than {MAX_WIDTH} rows, not {case.width}"
+    if case.capacity % STEP:
+        return f"a cache of {case.capacity} positions: a multiple of {STEP}"
+    if case.head_dim % (lanes := llvm_emitter.vector_unit().lanes):
+        return f"head_dim {case.head_dim}: a multiple of {lanes}"
+    if jnp.dtype(case.dtype) != jnp.float32:
+        return f"a cache of {jnp.dtype(case.dtype).name}: float32"
     return None
 
 
-def attend(
-    qkv: Float[Array, "B W K G2 H"],
-    cos: Float[Array, "B W 1 h"],
-    sin: Float[Array, "B W 1 h"],
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    back: int | None = None,
-) -> tuple[Queries, tuple[Cache, Cache]]:
-    """Rotates, writes keys and values into the cache (in place when it is donated), and attends: on a CPU, for shapes
-    that it `supports`. What is seen is the package's interface.
-
-    Args:
-      qkv: of each KV head its G query heads, its key and its value.
-      back: positions up to its own that a query sees; None: all.
-
-    Returns:
-      The heads' outputs, and both caches.
+def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
+    """Attends to the live part of the cache, as `plain_attention.attend`; not differentiable.
 
     Raises:
       ValueError: the kernel would read or write beside its arrays.
     """
-    batch, width, kv_heads, members, head_dim = qkv.shape
-    capacity = k_cache.shape[2]
-    why = supports(width=width, capacity=capacity, head_dim=head_dim, dtype=qkv.dtype, cached=k_cache.dtype)
-    fit = k_cache.shape == v_cache.shape == (batch, kv_heads, capacity, head_dim) and v_cache.dtype == k_cache.dtype
-    fit = fit and start.shape == until.shape == (batch,)
-    if why or not fit or not cos.shape == sin.shape == (batch, width, 1, head_dim // 2):
-        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (qkv, cos, sin, k_cache, v_cache))
-        raise ValueError(f"attention of {shapes}: {why or 'wants heads, tables and caches of one size'}")
-    cos, sin = (table.astype(jnp.float32) for table in (cos, sin))
-    shapes = [jax.ShapeDtypeStruct(cache.shape, jnp.float32) for cache in (k_cache, v_cache)]
-    # As `dynamic_update_slice` does: a window that does not fit is moved.
-    begin = jnp.clip(start.astype(jnp.int32), 0, capacity - width)
-    write = llvm_emitter.call(llvm_emitter.registered(_write_module, head_dim), *shapes, aliases={4: 0, 5: 1})
-    caches = write(qkv, cos, sin, begin, k_cache, v_cache)
-    last = last_visible(start, width, until, block_size)
-    first = jnp.zeros_like(last) if back is None else start[:, None] + jnp.arange(width) - (back - 1)
-    bounds = (bound.astype(jnp.int32) for bound in (first, last, jnp.minimum(live, capacity)))
-    shape = jax.ShapeDtypeStruct((batch, width, kv_heads * (members - 2), head_dim), jnp.float32)
-    [out] = llvm_emitter.call(llvm_emitter.registered(_attend_module, head_dim), shape)(qkv, cos, sin, *caches, *bounds)
-    return out, tuple(caches)
-
-
-def _write_module(head_dim: int) -> ir.Module:
-    module = ir.Module(f"{llvm_emitter.TARGETS}_write_prompt_{head_dim}")
-    llvm_emitter.handler(module, functools.partial(_write, head_dim=head_dim))
-    return module
-
-
-def _write(call: Call, *, head_dim: int) -> None:
-    """Rotated keys, and values, into the caches, by sequence and KV head."""
-    heads, cos, sin, start = (call.input(index) for index in range(4))
-    keys, values, emitter = call.output(), call.output(1), call.emitter
-    width, kv_heads, members, capacity = heads.size(1), heads.size(2), heads.size(3), keys.size(2)
-    pairs = emitter.mul(heads.size(0), kv_heads)
-
-    def piece(emitter, pair, shared):
-        heads, cos, sin, start, keys, values, width, kv_heads, members, capacity = shared
-        sequence = emitter.sdiv(pair, kv_heads)
-        begin = emitter.sext(emitter.load(emitter.element(start, sequence, INT), typ=INT), LONG)
-        slot = emitter.add(emitter.mul(pair, capacity), begin)
-
-        def write(row, _):
-            position = emitter.add(emitter.mul(sequence, width), row)
-            head = emitter.add(emitter.mul(position, kv_heads), emitter.srem(pair, kv_heads))
-            member = emitter.add(emitter.mul(head, members), emitter.sub(members, constant(2)))
-            key = emitter.element(heads, emitter.mul(member, constant(head_dim)))
-            to = emitter.mul(emitter.add(slot, row), constant(head_dim))
-            stored, value = emitter.element(keys, to), emitter.element(key, constant(head_dim))
-            _rotate(emitter, key, cos, sin, position, stored, head_dim)
-            _contain(emitter, stored, value, emitter.element(values, to), head_dim)
-
-        emitter.loop(width, 1, write)
-
-    pointers = [array.data for array in (heads, cos, sin, start, keys, values)]
-    thread_pool.share_out(call, pairs, [*pointers, width, kv_heads, members, capacity], piece)
-
-
-def _rotate(emitter: Emitter, head, cos, sin, position, to, head_dim: int, scale: float = 1.0) -> None:
-    """Writes a head, its halves rotated (`models.rope.apply_rope`) and times a number."""
-    half, lanes = head_dim // 2, llvm_emitter.vector_unit().lanes
-    factor, at = llvm_emitter.vector([scale] * lanes), emitter.mul(position, constant(half))
-    for column in range(0, half, lanes):
-        tables = [emitter.element(table, emitter.add(at, constant(column))) for table in (cos, sin)]
-        halves = [emitter.element(head, constant(begin + column)) for begin in (0, half)]
-        cosine, sine, first, second = (emitter.floats(place, lanes) for place in (*tables, *halves))
-        turned = emitter.fsub(emitter.fmul(first, cosine), emitter.fmul(second, sine))
-        other = emitter.fadd(emitter.fmul(second, cosine), emitter.fmul(first, sine))
-        for begin, value in ((0, turned), (half, other)):
-            emitter.store(emitter.fmul(value, factor), emitter.element(to, constant(begin + column)), align=4)
+    check_arrays(q, cache, window, refuses)
+    width, capacity = q.shape[1], cache[0].shape[2]
+    bounds = window.first(width), window.last(width), jnp.minimum(window.live, capacity)
+    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    call = llvm_emitter.call(llvm_emitter.registered(_attend_module, q.shape[3]), shape)
+    [out] = call(q.astype(jnp.float32), *cache, *(bound.astype(jnp.int32) for bound in bounds))
+    return out.astype(q.dtype)
 
 
 def _copy(emitter: Emitter, head, to, head_dim: int, factor) -> None:
@@ -159,19 +69,6 @@ def _copy(emitter: Emitter, head, to, head_dim: int, factor) -> None:
         emitter.store(value, emitter.element(to, constant(column)), align=4)
 
 
-def _contain(emitter: Emitter, key, value, to, head_dim: int) -> None:
-    """Writes a value, and a key in its place anew, as `reference.contained`."""
-    lanes = llvm_emitter.vector_unit().lanes
-    zero, nan = (llvm_emitter.vector([number] * lanes) for number in (0.0, float("nan")))
-    for column in range(0, head_dim, lanes):
-        places = [emitter.element(array, constant(column)) for array in (key, value, to)]
-        k, v = (emitter.floats(place, lanes) for place in places[:2])
-        # Infinity less itself is NaN, as NaN is; any other number less itself is 0.
-        fine = [emitter.fcmp_ordered("ord", rest, rest) for rest in (emitter.fsub(k, k), emitter.fsub(v, v))]
-        emitter.store(emitter.select(emitter.and_(*fine), k, nan), places[0], align=4)
-        emitter.store(emitter.select(fine[1], v, zero), places[2], align=4)
-
-
 def _panel() -> int:
     """Columns of a matrix that are summed at once, in a quarter of the registers for each of some rows."""
     unit = llvm_emitter.vector_unit()
@@ -179,7 +76,7 @@ def _panel() -> int:
 
 
 def _attend_module(head_dim: int) -> ir.Module:
-    module = ir.Module(f"{llvm_emitter.TARGETS}_attend_prompt_{head_dim}")
+    module = ir.Module(f"{llvm_emitter.TARGETS}_prompt_attention_{head_dim}")
     panel = _panel()
     # Scores go over transposed keys, a panel of slots at a time; mixes over values as they lie, added to what is there.
     of_keys, of_values = (head_dim, panel, CHUNK), (CHUNK, head_dim, head_dim)
@@ -193,16 +90,16 @@ def _attend_module(head_dim: int) -> ir.Module:
 def _attend(call: Call, *, chunk: ir.Function, head_dim: int) -> None:
     """Some positions of all query heads of a KV head over the chunks that they see; the last positions, which see the
     most, first."""
-    qkv, cos, sin, keys, values, first, last = (call.input(index) for index in range(7))
-    emitter, live, out = call.emitter, call.input(7).integer(), call.output().data
-    width, kv_heads, members, capacity = *(qkv.size(axis) for axis in (1, 2, 3)), keys.size(2)
-    pairs = emitter.mul(qkv.size(0), kv_heads)
+    q, keys, values, first, last = (call.input(index) for index in range(5))
+    emitter, live, out = call.emitter, call.input(5).integer(), call.output().data
+    width, heads, kv_heads, capacity = q.size(1), q.size(2), keys.size(1), keys.size(2)
+    pairs = emitter.mul(q.size(0), kv_heads)
     blocks = emitter.sdiv(emitter.add(width, constant(POSITIONS - 1)), constant(POSITIONS))
     size = constant(head_dim)
 
     def piece(emitter, index, shared):
-        qkv, cos, sin, k, v, first, last, out, width, kv_heads, members, capacity, live, pairs, blocks = shared
-        pair, group = emitter.srem(index, pairs), emitter.sub(members, constant(2))
+        q, k, v, first, last, out, width, heads, kv_heads, capacity, live, pairs, blocks = shared
+        pair, group = emitter.srem(index, pairs), emitter.sdiv(heads, kv_heads)
         block = emitter.sub(emitter.sub(blocks, constant(1)), emitter.sdiv(index, pairs))
         begin = emitter.mul(block, constant(POSITIONS))
         positions = emitter.least(emitter.sub(width, begin), constant(POSITIONS))
@@ -213,19 +110,20 @@ def _attend(call: Call, *, chunk: ir.Function, head_dim: int) -> None:
         memory, (queries, sums, highest, totals, turned, weights) = _room(emitter, rows, head_dim)
 
         def each_row(body):
-            """`body(row, position, query head, index of the head in what the projection made)`"""
+            """`body(row, index of its query head)`"""
 
-            def one(row, _):
+            def each(row, _):
                 at = emitter.add(position, emitter.srem(row, positions))
-                head, base = emitter.sdiv(row, positions), emitter.add(emitter.mul(at, kv_heads), kv_head)
-                query_head, fused = (emitter.add(emitter.mul(base, count), head) for count in (group, members))
-                body(row, at, query_head, fused)
+                base = emitter.add(emitter.mul(at, kv_heads), kv_head)
+                body(row, emitter.add(emitter.mul(base, group), emitter.sdiv(row, positions)))
 
-            emitter.loop(rows, 1, one)
+            emitter.loop(rows, 1, each)
 
-        def begin_row(row, at, _, fused):
-            to, here = emitter.mul(row, size), emitter.element(qkv, emitter.mul(fused, size))
-            _rotate(emitter, here, cos, sin, at, emitter.element(queries, to), head_dim, head_dim**-0.5)
+        scale = llvm_emitter.vector([head_dim**-0.5] * llvm_emitter.vector_unit().lanes)
+
+        def begin_row(row, head):
+            to, query = emitter.mul(row, size), emitter.element(q, emitter.mul(head, size))
+            _copy(emitter, query, emitter.element(queries, to), head_dim, scale)
             emitter.store(ir.Constant(FLOAT, HIDDEN), emitter.element(highest, row))
             emitter.store(ir.Constant(FLOAT, 0.0), emitter.element(totals, row))
             zero = llvm_emitter.vector([0.0] * llvm_emitter.vector_unit().lanes)
@@ -240,12 +138,12 @@ def _attend(call: Call, *, chunk: ir.Function, head_dim: int) -> None:
             start = emitter.mul(emitter.add(cache, place), size)
             here = [emitter.element(array, start) for array in (k, v)]
             slots = emitter.least(emitter.sub(end, place), constant(CHUNK))
-            found = [queries, sums, highest, totals, turned, weights]
-            emitter.call(chunk, [*found, *here, first, last, group, positions, place, slots])
+            room = [queries, sums, highest, totals, turned, weights]
+            emitter.call(chunk, [*room, *here, first, last, group, positions, place, slots])
 
         emitter.loop(end, CHUNK, one_chunk, begin=skipped)
 
-        def end_row(row, _, head, __):
+        def end_row(row, head):
             total = emitter.load(emitter.element(totals, row), typ=FLOAT)
             sees = emitter.fcmp_unordered(">", total, ir.Constant(FLOAT, 0.0))  # or is not a number
             share = emitter.select(sees, emitter.fdiv(ir.Constant(FLOAT, 1.0), total), ir.Constant(FLOAT, 0.0))
@@ -256,8 +154,8 @@ def _attend(call: Call, *, chunk: ir.Function, head_dim: int) -> None:
         each_row(end_row)
         emitter.c_function("free", ir.VoidType(), memory)
 
-    pointers = [array.data for array in (qkv, cos, sin, keys, values, first, last)]
-    shared = [*pointers, out, width, kv_heads, members, capacity, live, pairs, blocks]
+    pointers = [array.data for array in (q, keys, values, first, last)]
+    shared = [*pointers, out, width, heads, kv_heads, capacity, live, pairs, blocks]
     thread_pool.share_out(call, emitter.mul(pairs, blocks), shared, piece)
 
 

@@ -1,28 +1,26 @@
-"""Attention of a small window of queries over a long static KV cache, on NVIDIA GPUs.
+"""Attention of a small window of queries over a long static KV cache, on NVIDIA's Hopper (Pallas, Mosaic GPU).
 
-Two routes with one interface:
-
-- `window_attention`: a Pallas kernel (Mosaic GPU) for Hopper: tensor-core instructions of one warpgroup (`wgmma`),
-  tiles of the cache fetched by the copy engine (TMA) while others are computed on, and the cache split over the
-  whole device, so that one sequence with few KV heads still uses its full bandwidth;
-- `dense_window_attention`: `jax.nn.dot_product_attention` with a mask made from positions, for older GPUs, for
-  Blackwell (which has no `wgmma`) and for wide windows such as a prefill. It reads the whole capacity.
+Tensor-core instructions of one warpgroup (`wgmma`) compute on tiles of the cache while the copy engine (TMA) fetches
+others. The cache is split over the whole device, so that one sequence with few KV heads still uses its full bandwidth.
+`cudnn_attention` and `xla_attention` serve older GPUs, Blackwell (which has no `wgmma`) and wide windows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
-from failfast_jax.kernels.plain_attention import HIDDEN, last_visible
+from failfast_jax.axes import Cache, PerSequence, Queries
+from failfast_jax.kernels.attention_window import TEXT, AttentionCase, LayerCache, Window
+from failfast_jax.kernels.plain_attention import HIDDEN
 
 TILE = 64
 """Cache positions a step of the kernel. Tiles lie at absolute positions."""
@@ -46,45 +44,30 @@ _UNROLL = 8
 _FLOOR = HIDDEN / 2
 
 
-def supports(
-    *, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: Any, device: Any = None
-) -> str | None:
-    """Why `window_attention` cannot serve these shapes, or None if it can.
-
-    Args:
-      dtype: of the cache.
-      device: asked for its compute capability; without one only the shapes are looked at.
-    """
-    dtype = jnp.dtype(dtype)
-    if device is not None:
-        if device.platform != "gpu":
-            return f"the Mosaic GPU kernel needs an NVIDIA GPU, not a device of platform {device.platform!r}"
-        capability = str(getattr(device, "compute_capability", "unknown"))
+def refuses(case: AttentionCase) -> str | None:
+    """Returns why `attend` cannot serve a case, or None if it can."""
+    if case.device is not None:
+        if case.device.platform != "gpu":
+            return f"the Mosaic GPU kernel needs an NVIDIA GPU, not a device of platform {case.device.platform!r}"
+        capability = str(getattr(case.device, "compute_capability", "unknown"))
         if not capability.startswith("9."):
             return f"the Mosaic GPU kernel uses wgmma: compute capability 9.x (Hopper), not {capability}"
-    if not 1 <= width <= MAX_WIDTH:
-        return f"a window has 1 to {MAX_WIDTH} rows, not {width}"
-    if heads % kv_heads:
-        return f"{heads} query heads are no multiple of {kv_heads} KV heads"
-    if head_dim not in (64, 128):
-        return f"head_dim is 64 or 128, not {head_dim}"
-    if capacity < CAPACITY_MULTIPLE or capacity % CAPACITY_MULTIPLE:
-        return f"the cache's capacity is a multiple of {CAPACITY_MULTIPLE}, not {capacity}"
+    if case.pattern != TEXT:
+        return f"a {case.pattern}"
+    if case.width is not None and not 1 <= case.width <= MAX_WIDTH:
+        return f"a window has 1 to {MAX_WIDTH} rows, not {case.width}"
+    if case.heads % case.kv_heads:
+        return f"{case.heads} query heads are no multiple of {case.kv_heads} KV heads"
+    if case.head_dim not in (64, 128):
+        return f"head_dim is 64 or 128, not {case.head_dim}"
+    if case.capacity < CAPACITY_MULTIPLE or case.capacity % CAPACITY_MULTIPLE:
+        return f"the cache's capacity is a multiple of {CAPACITY_MULTIPLE}, not {case.capacity}"
+    dtype = jnp.dtype(case.dtype)
     if dtype == jnp.float32:
         return "the cache is bfloat16 or float16, not float32: wgmma would round its operands to tf32"
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"the cache is bfloat16 or float16, not {dtype.name}"
     return None
-
-
-def _check(q: Array, k_cache: Array, v_cache: Array) -> None:
-    if q.ndim != 4 or k_cache.ndim != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            "window_attention: want q [B, W, Q, H] and two caches [B, K, S, H] of one dtype, not "
-            f"{q.shape}, {k_cache.dtype}{k_cache.shape} and {v_cache.dtype}{v_cache.shape}"
-        )
-    if q.shape[0] != k_cache.shape[0] or q.shape[3] != k_cache.shape[3]:
-        raise ValueError(f"window_attention: q {q.shape} and cache {k_cache.shape} differ in batch or head_dim")
 
 
 def split_count(batch: int, kv_heads: int, blocks: int, warpgroups: int, capacity: int) -> int:
@@ -325,19 +308,10 @@ def combine_splits(
     )(tiles, acc, highest, total)
 
 
-def window_attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    interpret: bool = False,
-    splits: int | None = None,
+def attend(
+    q: Queries, cache: LayerCache, window: Window, *, interpret: bool = False, splits: int | None = None
 ) -> Queries:
-    """Attention of a window of queries over the live part of a static cache, for Hopper; see the package's interface.
+    """Attends to the live part of the cache, as `plain_attention.attend`, on Hopper.
 
     The query heads of one KV head are rows of one matmul. Split s of the cache owns the tiles s, s + splits, ...; each
     split is summed in order, and the splits are combined in fixed order.
@@ -347,17 +321,20 @@ def window_attention(
       splits: overrides `split_count`.
 
     Raises:
-      ValueError: if `supports` has a reason against it.
+      ValueError: if `refuses` has a reason against it.
     """
-    _check(q, k_cache, v_cache)
+    k_cache, v_cache = cache
+    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        caches = f"{k_cache.dtype}{k_cache.shape} and {v_cache.dtype}{v_cache.shape}"
+        raise ValueError(f"two caches of one shape and dtype, not {caches}")
     batch, width, heads, head_dim = q.shape
     _, kv_heads, capacity, _ = k_cache.shape
     default = jax.devices()[0]
-    sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "capacity": capacity, "head_dim": head_dim}
     # A program may be lowered for a GPU where there is none.
     device = default if default.platform == "gpu" and not interpret else None
-    if reason := supports(**sizes, dtype=k_cache.dtype, device=device):
-        raise ValueError(f"window_attention: {reason}")
+    case = dataclasses.replace(AttentionCase.of(heads, width, cache, window), device=device)
+    if reason := refuses(case):
+        raise ValueError(f"GPU attention: {reason}")
     group = heads // kv_heads
     warpgroups = 1 if group * width <= ROWS else 2
     blocks = pl.cdiv(group * width, warpgroups * ROWS)
@@ -368,9 +345,10 @@ def window_attention(
     rows = q.astype(k_cache.dtype).reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, width * group, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    last = last_visible(start, width, until, block_size).astype(jnp.int32)
+    last = window.last(width).astype(jnp.int32)
     # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
-    tiles = jnp.clip(jnp.minimum(pl.cdiv(live, TILE), last.max(1) // TILE + 1), 1, capacity // TILE).astype(jnp.int32)
+    tiles = jnp.minimum(pl.cdiv(window.live, TILE), last.max(1) // TILE + 1)
+    tiles = jnp.clip(tiles, 1, capacity // TILE).astype(jnp.int32)
     last = jnp.pad(jnp.repeat(last, group, axis=1), ((0, 0), (0, padding)))
 
     last = last.reshape(batch, blocks, warpgroups, ROWS)
@@ -381,70 +359,3 @@ def window_attention(
     options = {"width": width, "group": group, "dtype": q.dtype, "interpret": interpret}
     out = combine_splits(tiles, acc, highest, total, **options)
     return out[..., :head_dim].reshape(batch, width, heads, head_dim)
-
-
-def dense_window_attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    back: int | None = None,
-    implementation: Literal["cudnn", "xla"],
-) -> Queries:
-    """What `window_attention` computes, by `masked_attention`: for any GPU, and for long windows (prefill).
-
-    Args:
-      back: positions up to its own that a query sees; None: all.
-
-    Raises:
-      ValueError: for an unknown implementation, or one that cannot serve the cache's dtype.
-    """
-    _check(q, k_cache, v_cache)
-    last = last_visible(start, q.shape[1], until, block_size)
-    # Nobody is asked to see beyond `live`; position 0 stays, so that no row is left without a key.
-    last = jnp.clip(last, 0, jnp.maximum(live, 1) - 1)
-    slots = jnp.arange(k_cache.shape[2])
-    mask = slots <= last[:, :, None]
-    if back is not None:
-        first = start[:, None] + jnp.arange(q.shape[1]) - (back - 1)
-        mask &= slots >= first[:, :, None]
-    return masked_attention(q, k_cache, v_cache, mask, implementation=implementation)
-
-
-def masked_attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    mask: Bool[Array, "B W S"],
-    *,
-    implementation: Literal["cudnn", "xla"],
-) -> Queries:
-    """Attention over the slots of a cache that a mask names, by `jax.nn.dot_product_attention`: no loop, whose every
-    turn would wait for the host.
-
-    Costs follow the capacity. `xla` holds the scores of the whole window in memory; `cudnn` does not, but wants the
-    cache in an order of its own, which is a copy.
-
-    Raises:
-      ValueError: for an unknown implementation, or one that cannot serve the cache's dtype.
-    """
-    dtype = k_cache.dtype
-    if implementation not in ("cudnn", "xla"):
-        raise ValueError(f"masked_attention: the implementation is 'cudnn' or 'xla', not {implementation!r}")
-    if implementation == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"masked_attention: cuDNN serves bfloat16 and float16, not {dtype.name}: choose 'xla'")
-    k, v = (cache.transpose(0, 2, 1, 3) for cache in (k_cache, v_cache))
-    unfit = jnp.isnan(k)
-    if implementation == "cudnn":
-        # It adds the mask to the scores, so that a hidden key of NaN (see `reference.contained`) would not stay hidden.
-        k = jnp.where(unfit, 0, k)
-    out = jax.nn.dot_product_attention(q.astype(dtype), k, v, mask=mask[:, None], implementation=implementation)
-    if implementation == "cudnn":
-        spoilt = (mask[:, None] & unfit.any(-1).transpose(0, 2, 1)[:, :, None]).any(-1)  # [B, K, W]
-        spoilt = jnp.repeat(spoilt.transpose(0, 2, 1), q.shape[2] // k.shape[2], axis=2)
-        out = jnp.where(spoilt[..., None], jnp.nan, out)
-    return out.astype(q.dtype)

@@ -382,12 +382,6 @@ def _compiled(names: str, make: Callable[..., ir.Module], *how) -> str:
     return module.name
 
 
-def call(
-    name: str, *shapes: jax.ShapeDtypeStruct, aliases: dict[int, int] | None = None
-) -> Callable[..., list[jax.Array]]:
-    """A call of an FFI target, of which `jax.vmap` makes one call after the other.
-
-    Args:
-      aliases: by argument, the result that is written in its place.
-    """
-    return jax.ffi.ffi_call(name, list(shapes), vmap_method="sequential", input_output_aliases=aliases)
+def call(name: str, *shapes: jax.ShapeDtypeStruct) -> Callable[..., list[jax.Array]]:
+    """A call of an FFI target, of which `jax.vmap` makes one call after the other."""
+    return jax.ffi.ffi_call(name, list(shapes), vmap_method="sequential")

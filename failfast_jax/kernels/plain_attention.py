@@ -1,18 +1,46 @@
-"""Attention in plain jnp: what every other kernel is tested against, and the way of what they do not serve."""
+"""Rotation, writing and attention in plain jnp: kernels are tested against it, and it serves what no kernel takes."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
+from failfast_jax.axes import Cache, PerSequence, Queries
+from failfast_jax.kernels.attention_window import TILE, AttentionCase, LayerCache, Window, visible_until
 
 HIDDEN = -1e30
 """Score of a hidden key: finite, so that a tile without a visible one gives exact zeros and no NaN."""
+
+
+def apply_rope(
+    x: Float[Array, "*R _ H"], cos: Float[Array, "*#R 1 h"], sin: Float[Array, "*#R 1 h"]
+) -> Float[Array, "*R _ H"]:
+    """Rotates the two halves of the head dimension (Hugging Face's layout), in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def rotated_heads(
+    heads: Float[Array, "*R K G2 H"], cos: Float[Array, "*#R 1 h"], sin: Float[Array, "*#R 1 h"]
+) -> tuple[Float[Array, "*R Q H"], Float[Array, "*R K H"], Float[Array, "*R K H"]]:
+    """Rotated queries, rotated keys, and values of a fused projection: of each KV head its G queries, key, value."""
+    group = heads.shape[-2] - 2
+    q = heads[..., :group, :].reshape(*heads.shape[:-3], -1, heads.shape[-1])
+    return apply_rope(q, cos, sin), apply_rope(heads[..., group, :], cos, sin), heads[..., group + 1, :]
+
+
+def write_window(cache: Cache, window: Float[Array, "B W K H"], start: PerSequence) -> Cache:
+    """Overwrites positions `start[b] .. start[b]+W-1` of each row; in place when the cache is donated.
+
+    One `dynamic_update_slice` a row: a batched scatter would be expanded into a loop on CPU and
+    serialised on TPU. The caller keeps `start + W` within the capacity (XLA would move the window).
+    """
+    window = window.transpose(0, 2, 1, 3).astype(cache.dtype)
+    for row in range(cache.shape[0]):
+        cache = jax.lax.dynamic_update_slice(cache, window[row : row + 1], (row, 0, start[row], 0))
+    return cache
 
 
 def contained(k: Float[Array, "*R H"], v: Float[Array, "*R H"]) -> tuple[Float[Array, "*R H"], Float[Array, "*R H"]]:
@@ -26,121 +54,19 @@ def contained(k: Float[Array, "*R H"], v: Float[Array, "*R H"]) -> tuple[Float[A
     return jnp.where(finite & jnp.isfinite(k), k, jnp.nan), jnp.where(finite, v, 0)
 
 
-def visible_until(positions: Int[Array, "..."], block_size: int) -> Int[Array, "..."]:
-    """Last position that a query sees: `i // D >= j // D` with D = block_size (1: causal)."""
-    return positions // block_size * block_size + (block_size - 1)
+def refuses(case: AttentionCase) -> str | None:
+    """Returns None: it takes everything."""
+    return None
 
 
-def last_visible(start: PerSequence, width: int, until: PerSequence, block_size: int) -> Int[Array, "B W"]:
-    """Last position that each query of a window sees; see the package's interface."""
-    return jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
+def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
+    """Sums over the tiles of the cache that hold live slots, with an online softmax in float32.
 
-
-def window_attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    tile: int,
-    back: int | None = None,
-) -> Queries:
-    """Attention of a window of queries over the live part of a static cache; see the package's interface.
-
-    Args:
-      tile: positions a step; divides S.
-      back: positions up to its own that a query sees; None: all.
+    One sequence, one KV head, group 2, width 3: 6 rows by tiles of 128 slots. After each tile a row has its highest
+    score m, the sum l of exp(score - m) and the sum of values by the same weights; a higher score in the next tile
+    multiplies both sums by exp(m - new m).
     """
-    group = q.shape[2] // k_cache.shape[1]
-
-    def by_row(positions: Int[Array, "B W"]) -> Int[Array, "B 1 GW 1"]:
-        return jnp.tile(positions, (1, group))[:, None, :, None]
-
-    last = by_row(last_visible(start, q.shape[1], until, block_size))
-    if back is None:
-        return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: slots <= last)
-    first = by_row(start[:, None] + jnp.arange(q.shape[1]) - (back - 1))
-    return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: (slots <= last) & (slots >= first))
-
-
-def tree_attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    first: PerSequence,
-    visible: Bool[Array, "B W C"],
-    live: Scalar,
-    *,
-    tile: int,
-) -> Queries:
-    """Like `window_attention`, for queries that are a tree of tokens, or one level of it.
-
-    Args:
-      first: cache slot of the tree's first token. Every query sees all slots in front.
-      visible: which of the C slots from there on each query sees; it sees none behind them.
-    """
-    group = q.shape[2] // k_cache.shape[1]
-
-    def seen(slots):
-        return jnp.tile(tree_mask(first, visible, slots), (1, group, 1))[:, None]
-
-    return _tiled_attention(q, k_cache, v_cache, live, tile, seen)
-
-
-def tree_mask(first: PerSequence, visible: Bool[Array, "B W C"], slots: Int[Array, " S"]) -> Bool[Array, "B W S"]:
-    """Which of some slots each query of `tree_attention` sees."""
-    batch, width, slots_of_tree = visible.shape
-    inside = slots - first[:, None]
-    columns = jnp.clip(inside, 0, slots_of_tree - 1)[:, None]
-    columns = jnp.broadcast_to(columns, (batch, width, slots.shape[0]))
-    mask = jnp.take_along_axis(visible, columns, axis=2) & (inside < slots_of_tree)[:, None]
-    return mask | (inside < 0)[:, None]
-
-
-def grouped_attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    seen: Int[Array, "B C 5"],
-    live: Scalar,
-    *,
-    tile: int,
-) -> Queries:
-    """Like `window_attention`, for rows in C groups of one size that see the slots of `[0, a)`, `[b, c)` and `[d, e)`.
-
-    Args:
-      seen: a, b, c, d and e of each group.
-    """
-    group = q.shape[2] // k_cache.shape[1]
-
-    def mask(slots):
-        return jnp.tile(group_mask(seen, q.shape[1], slots), (1, group, 1))[:, None]
-
-    return _tiled_attention(q, k_cache, v_cache, live, tile, mask)
-
-
-def group_mask(seen: Int[Array, "B C 5"], width: int, slots: Int[Array, " S"]) -> Bool[Array, "B W S"]:
-    """Which of some slots each of `width` queries of `grouped_attention` sees."""
-    return in_ranges(slots, jnp.repeat(seen, width // seen.shape[1], axis=1))
-
-
-def in_ranges(slots: Int[Array, "..."], ends: Int[Array, "*R 5"]) -> Bool[Array, "..."]:
-    """Whether slots lie in `[0, a)`, `[b, c)` or `[d, e)`; `ends[..., :1]` and so on broadcast against them."""
-    a, b, c, d, e = (ends[..., index : index + 1] for index in range(5))
-    return (slots < a) | ((slots >= b) & (slots < c)) | ((slots >= d) & (slots < e))
-
-
-def _tiled_attention(
-    q: Queries, k_cache: Cache, v_cache: Cache, live: Scalar, tile: int, seen: Callable[[Array], Array]
-) -> Queries:
-    """The sum over tiles.
-
-    Args:
-      seen: which of the slots `[tile]` each query sees, `[B, 1, G * W, tile]`.
-    """
+    k_cache, v_cache = cache
     batch, width, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
@@ -151,11 +77,12 @@ def _tiled_attention(
 
     def body(index, carry):
         highest, total, acc = carry
-        at = index * tile
-        k = jax.lax.dynamic_slice_in_dim(k_cache, at, tile, axis=2)
-        v = jax.lax.dynamic_slice_in_dim(v_cache, at, tile, axis=2)
+        at = index * TILE
+        k = jax.lax.dynamic_slice_in_dim(k_cache, at, TILE, axis=2)
+        v = jax.lax.dynamic_slice_in_dim(v_cache, at, TILE, axis=2)
         scores = jnp.einsum("bkrh,bkth->bkrt", rows, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen(at + jnp.arange(tile)), scores, HIDDEN)
+        mask = jnp.tile(window.mask(width, at + jnp.arange(TILE)), (1, group, 1))[:, None]
+        scores = jnp.where(mask, scores, HIDDEN)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.exp(scores - new_highest[..., None])
         decay = jnp.exp(highest - new_highest)
@@ -165,7 +92,7 @@ def _tiled_attention(
     shape = (batch, kv_heads, group * width)
     carry = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
     # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
-    tiles = jnp.clip((live + tile - 1) // tile, 1, k_cache.shape[2] // tile)
+    tiles = jnp.clip((window.live + TILE - 1) // TILE, 1, k_cache.shape[2] // TILE)
     _, total, acc = jax.lax.fori_loop(0, tiles, body, carry)
     out = (acc / total[..., None]).reshape(batch, kv_heads, group, width, head_dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, head_dim).astype(q.dtype)

@@ -8,45 +8,69 @@ walks over cache tiles at absolute positions; how many there are is a traced num
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
-from failfast_jax.kernels.plain_attention import HIDDEN, in_ranges, last_visible
-from failfast_jax.kernels.tpu_write import LANES, Patch, in_hbm, precision_of, rotated, span_of
+from failfast_jax.axes import Queries
+from failfast_jax.kernels.attention_window import COPIES, TEXT, AttentionCase, LayerCache, Window, in_ranges
+from failfast_jax.kernels.plain_attention import HIDDEN
+from failfast_jax.kernels.tpu_write import (
+    LANES,
+    MAX_WIDTH,
+    Patch,
+    in_hbm,
+    precision_of,
+    rotary_tables,
+    rotated,
+    span_of,
+    write_window,
+)
 
-MAX_WIDTH = 128
-"""Rows of a window; longer ones are prefill (see `models.attention`)."""
+OLDEST = 4
+"""The first TPU whose matrix unit takes what the kernels give it."""
 SUBLANES = 8
 """Rows that share a hardware tile: windows of other widths are padded with rows that nobody reads, nor writes."""
 CACHE_ROWS = 2048
-"""Cache rows, several KV heads together, that one grid step reads: enough to hide its own cost behind its copy."""
+"""Cache rows, several KV heads together, that one grid step reads: enough to hide its own cost under its copy."""
 QUERY_ROWS = 1024
 """Query rows, several KV heads together, of one grid step: bounds what stays in fast memory."""
 
 
-def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
-    """Why these kernels cannot serve a shape; None if they can."""
-    if not 1 <= width <= MAX_WIDTH:
-        return f"a window of {width} rows: 1 to {MAX_WIDTH}"
-    if heads % kv_heads:
-        return f"{heads} query heads for {kv_heads} KV heads"
-    if head_dim not in (64, 128, 256):
-        return f"head_dim {head_dim}: 64, 128 or 256"
-    if capacity % LANES:
-        return f"a cache of {capacity} positions: a multiple of {LANES}"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"a cache of {jnp.dtype(dtype).name}: bfloat16 or float32"
-    return None
-
-
 SCORES = 256 * 1024
 """Scores of one KV head that are held in fast memory at a time."""
+
+
+def refuses(case: AttentionCase) -> str | None:
+    """Returns why `attend` cannot serve a case, or None if it can."""
+    version = re.search(r"TPU v?(\d+)", str(getattr(case.device, "device_kind", "")))
+    if version is not None and int(version[1]) < OLDEST:
+        return f"the TPU's kernels need a TPU v{OLDEST} or later, this is a {case.device.device_kind}"
+    reason = _unfit(case)
+    return reason and f"the TPU's kernels do not take {reason}"
+
+
+def _unfit(case: AttentionCase) -> str | None:
+    width = case.width
+    if case.pattern == COPIES and width is not None:
+        width = width // case.copies
+    elif case.pattern != TEXT:
+        return f"a {case.pattern}"
+    if width is not None and not 1 <= width <= MAX_WIDTH:
+        return f"a window of {width} rows: 1 to {MAX_WIDTH}"
+    if case.heads % case.kv_heads:
+        return f"{case.heads} query heads for {case.kv_heads} KV heads"
+    if case.head_dim not in (64, 128, 256):
+        return f"head_dim {case.head_dim}: 64, 128 or 256"
+    if case.capacity % LANES:
+        return f"a cache of {case.capacity} positions: a multiple of {LANES}"
+    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"a cache of {jnp.dtype(case.dtype).name}: bfloat16 or float32"
+    return None
 
 
 def tiles_of(*, capacity: int, kv_heads: int, group: int, width: int, head_dim: int) -> tuple[int, int]:
@@ -81,7 +105,7 @@ def attention_cost(
     live: int,
     written: bool,
 ) -> pl.CostEstimate:
-    """Operations and bytes of `window_attention` over `live` cached positions, or of `attend` (`written`)."""
+    """Operations and bytes of `attend_written` over `live` cached positions, or of `attend` (`written`)."""
     moved = 2 * written * kv_heads * span_of(width)
     return pl.CostEstimate(
         flops=4 * batch * head_dim * (heads * width * live + moved // 2 * width),
@@ -164,82 +188,76 @@ def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref
 
 
 def attend(
-    qkv: Float[Array, "B W K G2 H"],
-    cos: Float[Array, "B W H"],
-    sin: Float[Array, "B W H"],
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    interpret: bool = False,
-) -> tuple[Queries, Cache, Cache]:
-    """`window_attention` of a window whose keys and values are not in the cache yet: it writes them, in place.
+    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, *, interpret: bool = False
+) -> tuple[Queries, LayerCache]:
+    """Rotates queries and keys, attends, and writes the window's keys and values into the cache, in place.
 
     One kernel instead of `write_window` and another one: no round trip to the cache lies before a tile's scores.
     What lies beyond the last tile with a live position is not written.
+
+    Args:
+      qkv: of each KV head its G query heads, its key and its value.
     """
-    last = last_visible(start, qkv.shape[1], until, block_size)
-    return tuple(_attention(qkv, cos, sin, k_cache, v_cache, start, last[..., None], live, True, interpret))
+    if window.seen is not None:
+        return _attend_copies(qkv, cache, window, interpret)
+    out, *cache = _attention(qkv, cache, window, True, interpret)
+    return out, tuple(cache)
 
 
-def window_attention(
-    qkv: Float[Array, "B W K G2 H"],
-    cos: Float[Array, "B W H"],
-    sin: Float[Array, "B W H"],
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    seen: Int[Array, "B W 5"] | None = None,
-    interpret: bool = False,
+def _attend_copies(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, interpret: bool):
+    """Writes and attends for as many whole groups at a time as the kernel takes rows.
+
+    18 copies of 8 rows: parts of 16 and of 2. All are written first, as copies may see each other's slots.
+    """
+    width, size = qkv.shape[1], qkv.shape[1] // window.seen.shape[1]
+    step = MAX_WIDTH // size * size
+    parts = [slice(at, min(at + step, width)) for at in range(0, width, step)]
+    for part in parts:
+        some = window.part(part)
+        tables = rotary_tables(some.cos, some.sin)
+        cache = write_window(*cache, qkv[:, part], some.start, tables, interpret=interpret)
+    outputs = [attend_written(qkv[:, part], cache, window.part(part), interpret=interpret) for part in parts]
+    return jnp.concatenate(outputs, axis=1), cache
+
+
+def attend_written(
+    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, *, interpret: bool = False
 ) -> Queries:
-    """`reference.window_attention` of queries that are still to be rotated.
+    """Attends for queries that are still to be rotated, over a cache that has the window's keys and values.
 
     Rotating them here and taking them as the projection left them saves XLA half a dozen passes over small arrays a
     layer, each of which costs more than a microsecond whatever its size.
 
-    Args:
-      qkv: of each KV head its G query heads, and the key and the value, which are not used (see `attend`).
-      cos: see `tpu_write.rotary_tables`.
-      sin: likewise.
-      seen: what each row sees, instead of the mask rule: see `reference.in_ranges`.
-
     Raises:
-      ValueError: a shape or a dtype that `supports` refuses.
+      ValueError: a shape or a dtype that the kernel refuses.
     """
-    if seen is None:
-        seen = last_visible(start, qkv.shape[1], until, block_size)[..., None]
-    return _attention(qkv, cos, sin, k_cache, v_cache, start, seen, live, False, interpret)[0]
+    return _attention(qkv, cache, window, False, interpret)[0]
 
 
-def _attention(qkv, cos, sin, k_cache, v_cache, start, seen: Int[Array, "B W S"], live, written: bool, interpret: bool):
-    """The kernel's call; with `written` both caches are results, too. seen: the last position, or as in `in_ranges`."""
+def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret: bool):
+    """Calls the kernel; with `written` both caches are results, too."""
     batch, width, kv_heads, members, head_dim = qkv.shape
-    group, capacity = members - 2, k_cache.shape[2]
+    group, capacity, dtype = members - 2, cache[0].shape[2], cache[0].dtype
     heads = kv_heads * group
-    reason = supports(
-        width=width, heads=heads, kv_heads=kv_heads, capacity=capacity, head_dim=head_dim, dtype=k_cache.dtype
-    )
-    if reason:
-        raise ValueError(f"the TPU attention kernel does not support {reason}")
+    if reason := refuses(AttentionCase.of(heads, width, cache, window)):
+        raise ValueError(reason)
+    cos, sin = rotary_tables(window.cos, window.sin)
+    # The last position that each row sees, or its ranges.
+    seen = window.last(width)[..., None]
+    if window.seen is not None:
+        seen = jnp.repeat(window.seen, width // window.seen.shape[1], axis=1)
     # A window of 10 rows is one of 16 here: the 6 see what the last one sees, and are neither written nor returned.
     new_rows, width = width, width + -width % SUBLANES
     if width > new_rows:
-        behind = ((0, 0), (0, width - new_rows))
-        qkv = jnp.pad(qkv, (*behind, (0, 0), (0, 0), (0, 0)))
-        cos, sin = (jnp.pad(table, (*behind, (0, 0))) for table in (cos, sin))
-        seen = jnp.pad(seen, (*behind, (0, 0)), mode="edge")
+        after = ((0, 0), (0, width - new_rows))
+        qkv = jnp.pad(qkv, (*after, (0, 0), (0, 0), (0, 0)))
+        cos, sin = (jnp.pad(table, (*after, (0, 0))) for table in (cos, sin))
+        seen = jnp.pad(seen, (*after, (0, 0)), mode="edge")
     rows = group * width
     together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, group=group, width=width, head_dim=head_dim)
     last = seen.max(2) - (seen.shape[2] > 1)
     # A sequence that has ended may stand beyond what is live: it reads what the others read.
-    last_tile = jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0)) // tile
+    last_tile = jnp.clip(last.max(1), 0, jnp.maximum(window.live - 1, 0)) // tile
     seen = jnp.tile(seen, (1, group, 1))
 
     def cache_block(row, part, step, last_tile, start):
@@ -255,7 +273,7 @@ def _attention(qkv, cos, sin, k_cache, v_cache, start, seen: Int[Array, "B W S"]
     stretch = pltpu.VMEM((together, min(span_of(new_rows), capacity), head_dim), jnp.float32)
     anywhere = pl.BlockSpec(memory_space=pl.ANY if interpret else pltpu.HBM)
     sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": head_dim}
-    sizes |= {"itemsize": k_cache.dtype.itemsize}
+    sizes |= {"itemsize": dtype.itemsize}
     out, *caches = pl.pallas_call(
         functools.partial(_attend, new_rows),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -277,7 +295,7 @@ def _attention(qkv, cos, sin, k_cache, v_cache, start, seen: Int[Array, "B W S"]
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, width, heads * head_dim), qkv.dtype),
-            *[jax.ShapeDtypeStruct(k_cache.shape, k_cache.dtype)] * 2 * written,
+            *[jax.ShapeDtypeStruct(cache[0].shape, dtype)] * 2 * written,
         ],
         input_output_aliases={6: 1, 7: 2} if written else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -286,12 +304,11 @@ def _attention(qkv, cos, sin, k_cache, v_cache, start, seen: Int[Array, "B W S"]
         name="attend_and_write" if written else "window_attention",
     )(
         last_tile.astype(jnp.int32),
-        start.astype(jnp.int32),
+        window.start.astype(jnp.int32),
         qkv.reshape(batch, width, -1),
         cos,
         sin,
         seen.astype(jnp.int32),
-        in_hbm(k_cache, interpret),
-        in_hbm(v_cache, interpret),
+        *(in_hbm(layer, interpret) for layer in cache),
     )
     return out.reshape(batch, width, heads, head_dim)[:, :new_rows], *caches

@@ -1,6 +1,8 @@
-"""Attention of a prompt's chunk on TPU: more rows than `tpu` takes, by JAX's splash attention."""
+"""Attention of a prompt's chunk on TPU: more rows than `tpu_attention` takes, by JAX's splash attention."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,32 +10,31 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array
 
-from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
-from failfast_jax.kernels.plain_attention import HIDDEN, last_visible
-from failfast_jax.kernels.tpu_attention import LANES
+from failfast_jax.axes import Queries
+from failfast_jax.kernels import tpu_attention
+from failfast_jax.kernels.attention_window import TEXT, AttentionCase, LayerCache, Window
+from failfast_jax.kernels.plain_attention import HIDDEN
+from failfast_jax.kernels.tpu_write import LANES
+
+
+def refuses(case: AttentionCase) -> str | None:
+    """Returns why `attend` cannot serve a case, or None if it can: any number of rows of a text."""
+    if case.pattern != TEXT:
+        return f"prompts with a {case.pattern}"
+    return tpu_attention.refuses(dataclasses.replace(case, width=None))
 
 
 def _sees(last: Array, positions: Array) -> Array:
     return positions <= last
 
 
-def attention(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    start: PerSequence,
-    until: PerSequence,
-    live: Scalar,
-    *,
-    block_size: int,
-    interpret: bool = False,
-) -> Queries:
-    """`reference.window_attention` of more rows than `tpu` takes, or as many; padded to whole tiles of 128.
+def attend(q: Queries, cache: LayerCache, window: Window, *, interpret: bool = False) -> Queries:
+    """Attends to the live part of the cache, as `plain_attention.attend`; rows are padded to whole tiles of 128.
 
-    It is told the last position that each row sees, and which tiles to skip: those behind what any row of a tile sees,
-    and with them dead capacity.
+    JAX's kernel is given the last position that each row sees, and the tiles to skip: those after what any row of a
+    tile sees, and with them dead capacity.
     """
-    del live
+    k_cache, v_cache = cache
     batch, width, heads, head_dim = q.shape
     kv_heads, capacity = k_cache.shape[1:3]
     group = heads // kv_heads
@@ -43,7 +44,7 @@ def attention(
     sizes = splash.BlockSizes(block_q=block_q, block_kv=block, block_kv_compute=block)
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4) * (head_dim**-0.5)
     rows = jnp.pad(rows, (*[(0, 0)] * 3, (0, padding), (0, 0))) if padding else rows
-    last = jnp.pad(last_visible(start, width, until, block_size), ((0, 0), (0, padding)), mode="edge")
+    last = jnp.pad(window.last(width), ((0, 0), (0, padding)), mode="edge")
 
     tiles = jnp.arange(capacity // block)
 

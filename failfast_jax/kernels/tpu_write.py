@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float
 from failfast_jax.axes import Cache, PerSequence, Scalar
 
 LANES = 128
+MAX_WIDTH = 128
+"""Rows of a window; longer ones are prefill (see `tpu_prompt`)."""
 UNFIT = 2.0**127
 """Stands for NaN while rows are moved: a power of two, which bfloat16 holds, too."""
 PACKING = 16
@@ -56,7 +58,7 @@ def rotary_tables(cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]) ->
 
 class Patch:
     """A window's keys and values on their way through the tiles of attention into the cache: `width` rows, whatever
-    rows of padding the projection has behind them.
+    rows of padding follow them in the projection.
 
     The rows of a tile that the window overwrites are replaced where the tile lies in fast memory, and go from there to
     the cache while the tile is attended to. Copies move whole hardware tiles, so that rows around the window go, too,
@@ -139,7 +141,7 @@ def _moved(moves: Bool[Array, "P W"], new: Float[Array, "W H"], dtype: DTypeLike
 
 
 def _new_rows(qkv_ref, head: int, heads: int, size: int, tables) -> tuple[Float[Array, "W H"], Float[Array, "W H"]]:
-    """Keys (rotated, if there are tables) and values of a KV head, as `reference.contained` but for NaN: `UNFIT`."""
+    """Keys (rotated, if there are tables) and values of a KV head, `contained` with `UNFIT` in the place of NaN."""
     members = qkv_ref.shape[2] // (heads * size)
     column = (head * members + members - 2) * size
     k, v = (qkv_ref[0, :, at : at + size].astype(jnp.float32) for at in (column, column + size))

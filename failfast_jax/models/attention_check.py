@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.models.attention import SIMULATED_TPU, Window, attend, kernel_of
+from failfast_jax.kernels.attention_window import Window
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU, attend, kernel_of
 from failfast_jax.models.kv_cache import TPU_TILE, round_up
 
 TOLERANCE = 2e-2
@@ -31,7 +32,7 @@ def check_attention(
       rows: width of the window.
       start: cache position of the window's first row.
       block_size: of the mask; 1 is causal.
-      kernel: one of `models.attention.KERNELS`; None: the one that serves here.
+      kernel: one of `kernel_table.KERNELS`; None: the one that serves here.
 
     Returns:
       `kernel`, `dtype`, `error` (of the outputs) and `cache_error` (of the written keys and values), both relative to

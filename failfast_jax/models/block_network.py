@@ -27,15 +27,17 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.kernels.plain_attention import HIDDEN
+from failfast_jax.kernels.attention_window import Window
+from failfast_jax.kernels.kernel_table import attend, write_windows
+from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads
+from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models import quantization
-from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
 from failfast_jax.models.kv_cache import KVCache
-from failfast_jax.models.layers import Layer, Linear, RMSNorm, product, unit_rms, xla_product
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
 from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
+from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution, put
 from failfast_jax.models.transformer import Decoder
 
@@ -193,7 +195,7 @@ class DSpark(nnx.Module):
         for index, (layer, context) in enumerate(zip(self.layers, self.contexts(features))):
             k, v = layer.attention.keys_and_values(context)
             k = apply_rope(k, cos, sin)
-            keys[index], values[index] = write_windows(keys[index], values[index], k, v, start, kernel=kernel)
+            keys[index], values[index] = write_windows((keys[index], values[index]), k, v, start, kernel=kernel)
         return KVCache(k=tuple(keys), v=tuple(values))
 
     def block(

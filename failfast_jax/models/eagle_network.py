@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from failfast_jax.kernels.attention_window import LayerCache, Window
+from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.models import quantization
-from failfast_jax.models.attention import LayerCache, Window, attend
 from failfast_jax.models.drafter_model import EAGLE, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
@@ -167,7 +168,7 @@ class Eagle(nnx.Module):
             if level is not None:
                 level = level.replace(positions=padded(level.positions), visible=padded(level.visible))
         positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
-        tree = {} if level is None else {"first": level.first, "visible": level.visible}
+        tree = {} if level is None else {"tree_start": level.first, "visible": level.visible}
         window = Window(*rotary(base, positions), start, live, back=self.config.sliding_window, **tree)
         layer_cache: LayerCache = (cache.k[0], cache.v[0])
         here = functools.partial(attend, cache=layer_cache, window=window, kernel=kernel)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from failfast_jax.kernels.attention_window import TILE
+from failfast_jax.kernels.plain_attention import write_window
 from failfast_jax.models.model_config import ModelConfig
-
-TILE = 128
-"""Attention reads the cache in tiles of this many positions, at absolute positions; capacities are multiples of it."""
 
 TPU_TILE = 512
 """Capacities that the TPU kernel reads in tiles of so many positions: at half the time a position of 128."""
@@ -45,17 +44,6 @@ class KVCache:
         return cls(k=tuple(jnp.zeros(shape, dtype) for _ in layers), v=tuple(jnp.zeros(shape, dtype) for _ in layers))
 
 
-def write_window(
-    cache: Float[Array, "B K S H"], window: Float[Array, "B W K H"], start: Int[Array, " B"]
-) -> Float[Array, "B K S H"]:
-    """Overwrites positions `start[b] .. start[b]+W-1` of each row; in place when the cache is donated.
-
-    One `dynamic_update_slice` a row: a batched scatter would be expanded into a loop on CPU and
-    serialised on TPU. The caller keeps `start + W` within the capacity (XLA would move the window).
-    """
-    return _overwrite(cache, window.transpose(0, 2, 1, 3).astype(cache.dtype), start)
-
-
 def move_slots(
     cache: Float[Array, "B K S H"], start: Int[Array, " B"], slots: Int[Array, "B M"], width: int
 ) -> Float[Array, "B K S H"]:
@@ -68,10 +56,4 @@ def move_slots(
         return jax.lax.dynamic_slice_in_dim(row, at, width, axis=1)
 
     kept = jnp.take_along_axis(jax.vmap(window)(cache, start), slots[:, None, :, None], axis=2)
-    return _overwrite(cache, kept, start)
-
-
-def _overwrite(cache: Array, window: Float[Array, "B K W H"], start: Int[Array, " B"]) -> Array:
-    for row in range(cache.shape[0]):
-        cache = jax.lax.dynamic_update_slice(cache, window[row : row + 1], (row, 0, start[row], 0))
-    return cache
+    return write_window(cache, kept.transpose(0, 2, 1, 3), start)

@@ -42,25 +42,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def rotary(config: ModelConfig, positions: Int[Array, "*R"]) -> tuple[Float[Array, "*R 1 h"], Float[Array, "*R 1 h"]]:
-    """Cosines and sines for `apply_rope`; the axis of heads is left open."""
+    """Cosines and sines for `kernels.plain_attention.apply_rope`; the axis of heads is left open."""
     angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config.rope, config.head_dim)
     tables = jnp.cos(angles) * config.rope.attention_factor, jnp.sin(angles) * config.rope.attention_factor
     # Without the barrier XLA fuses the trigonometry into every layer, once per head.
     return jax.lax.optimization_barrier(tables)
-
-
-def apply_rope(
-    x: Float[Array, "*R _ H"], cos: Float[Array, "*#R 1 h"], sin: Float[Array, "*#R 1 h"]
-) -> Float[Array, "*R _ H"]:
-    """Rotates the two halves of the head dimension (Hugging Face's layout), in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
-
-
-def rotated_heads(
-    heads: Float[Array, "*R K G2 H"], cos: Float[Array, "*#R 1 h"], sin: Float[Array, "*#R 1 h"]
-) -> tuple[Float[Array, "*R Q H"], Float[Array, "*R K H"], Float[Array, "*R K H"]]:
-    """Rotated queries, rotated keys, and values of a fused projection: of each KV head its G queries, key, value."""
-    group = heads.shape[-2] - 2
-    q = heads[..., :group, :].reshape(*heads.shape[:-3], -1, heads.shape[-1])
-    return apply_rope(q, cos, sin), apply_rope(heads[..., group, :], cos, sin), heads[..., group + 1, :]

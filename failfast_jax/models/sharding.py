@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
-from failfast_jax.models.attention import KERNELS, SIMULATED_TPU, TPU_KERNELS, device_of, kernel_of
+from failfast_jax.kernels.kernel_table import KERNELS, SIMULATED_TPU, TPU_KERNELS, device_of, kernel_of
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.util import hardware
 
@@ -35,7 +35,7 @@ class Execution:
     """How a model runs; static, part of the key of every compilation.
 
     Attributes:
-      kernel: one of `attention.KERNELS`; None chooses by platform.
+      kernel: one of `kernel_table.KERNELS`; None chooses by platform.
       mesh: devices that the model is spread over; None for one device.
       batch: mesh axis of the batch; None: every device has the whole batch.
       heads: mesh axes of the KV heads; None: every device computes all of them.

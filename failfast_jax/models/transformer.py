@@ -21,14 +21,17 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.plain_attention import dense_attention
+from failfast_jax.kernels.attention_window import LayerCache, RowGroups, TreeMask, Window
+from failfast_jax.kernels.kernel_table import attend
+from failfast_jax.kernels.plain_attention import dense_attention, rotated_heads
+from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models import quantization
-from failfast_jax.models.attention import LayerCache, RowGroups, TreeMask, Window, attend
 from failfast_jax.models.drafter_model import Kind
+from failfast_jax.models.head_copies import attention_with_copies, config_with_copies
 from failfast_jax.models.kv_cache import KVCache, move_slots, round_up
-from failfast_jax.models.layers import Layer, Linear, RMSNorm, padded_group, product, xla_product
+from failfast_jax.models.layers import Layer, Linear, RMSNorm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import (
     ONE_DEVICE,
     Execution,
@@ -68,7 +71,7 @@ class Decoder(nnx.Module):
       config: what it was built from.
       execution: attention kernel and devices; replace it before anything is compiled.
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`. Like other matrices it may be in a narrower
-        dtype than the model: see `layers.kept_dtype`.
+        dtype than the model: see `row_operations.kept_dtype`.
       layers, norm, head: the rest; `head` is None when tied, unless it is quantised.
     """
 
@@ -251,12 +254,10 @@ class Decoder(nnx.Module):
         copies = kv_copies(self.config, execution.parts(execution.heads))
         if copies == 1:
             return model
-        heads = self.config.num_kv_heads
-        sizes = {"num_kv_heads": heads * copies, "num_heads": heads * padded_group(self.config, copies)}
-        model.config = dataclasses.replace(self.config, **sizes)
+        model.config = config_with_copies(self.config, copies)
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
-            layer.attention = layer.attention.with_kv_copies(model.config, copies, execution.mesh, execution.heads)
+            layer.attention = attention_with_copies(layer.attention, copies, execution.mesh, execution.heads)
         model.layers = type(self.layers)(layers)
         return model
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.plain_attention import HIDDEN
+from failfast_jax.kernels.plain_attention import HIDDEN, rotated_heads
 from failfast_jax.models.layers import Layer
-from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.models.rope import rotary
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.masked_text import check_blocks, in_blocks
 

@@ -13,8 +13,8 @@ from failfast_jax import FailFast
 from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import kernel_timing, micro
 from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.models import attention_check
-from failfast_jax.models.attention import attend
 from failfast_jax.util import hardware
 
 TIMED = kernel_timing.TimedSizes((4,), (8, 144), (300,), chains=2)

@@ -27,6 +27,7 @@ from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.suffix import Suffix
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.kernels import tpu_attention
+from failfast_jax.kernels.attention_window import AttentionCase
 
 CAPACITY = 128
 SPEC_LEN, MAX_SPEC_LEN = 3, 9
@@ -357,8 +358,7 @@ def test_a_tpu_verifies_at_a_few_widths(platform, longest, widths):
     assert decoding.make_plan(drafter, platform=platform, exact=True).widths == (72,)
     assert decoding.make_plan(Drafter(), platform=platform).widths == (8,)
     assert all(
-        tpu_attention.supports(width=w, heads=40, kv_heads=8, capacity=512, head_dim=128, dtype=jnp.bfloat16) is None
-        for w in widths
+        tpu_attention.refuses(AttentionCase(jnp.bfloat16, 128, 40, 8, capacity=512, width=w)) is None for w in widths
     )
 
 

@@ -16,7 +16,7 @@ from tiny_engines import extended_engine
 
 from failfast_jax import FailFast
 from failfast_jax.generate import main
-from failfast_jax.models.attention import SIMULATED_TPU
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 
 PROMPTS = [[3, 14, 15, 9, 26, 35], [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11, 20, 21, 7, 8, 9]]
 """The second one repeats itself: a lookup would have something to draft."""

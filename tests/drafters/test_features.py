@@ -15,8 +15,8 @@ from tiny_models import VOCAB, prefilled, random_model, tiny_config
 from failfast_jax import decoding
 from failfast_jax.decoding.drafter import DraftShape
 from failfast_jax.drafters.lookup import Lookup
-from failfast_jax.kernels.plain_attention import dense_attention
-from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.kernels.plain_attention import dense_attention, rotated_heads
+from failfast_jax.models.rope import rotary
 
 LAYERS = (1, 0)
 CAPACITY = 160

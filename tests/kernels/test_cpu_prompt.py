@@ -1,4 +1,4 @@
-"""The CPU's attention of prompts: against float64, and what it writes into the caches."""
+"""The CPU's attention of prompts, against float64."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cpu import numbers
 from tiny_models import attention_by_hand, tiny_config
 
-from failfast_jax.kernels import cpu_product, cpu_prompt_attention, llvm_emitter
-from failfast_jax.models import attention
-from failfast_jax.models.attention import Window
-from failfast_jax.models.kv_cache import write_window
-from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.kernels import cpu_product, cpu_prompt_attention, kernel_table, llvm_emitter
+from failfast_jax.kernels.attention_window import AttentionCase, Window
+from failfast_jax.kernels.plain_attention import rotated_heads, write_window
+from failfast_jax.models.rope import rotary
 
 pytestmark = pytest.mark.skipif(llvm_emitter.vector_unit() is None, reason=cpu_product.NO_UNIT)
 CASES = {
     "from the beginning": {"width": 300, "start": [0, 0]},
-    "behind others": {"width": 129, "start": [700, 31]},
+    "after others": {"width": 129, "start": [700, 31]},
     "one position more than whole pieces": {"width": 257, "start": [255, 256]},
     "block-causal": {"width": 160, "start": [96, 320], "block_size": 32},
     "up to a position of its own": {"width": 140, "start": [3, 500], "until": [100, 630]},
@@ -33,9 +31,13 @@ CASES = {
 }
 
 
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
 @functools.partial(jax.jit, static_argnames="kernel")
 def attend(qkv, cache, window, kernel="cpu"):
-    return attention.attend(qkv, cache, window, kernel=kernel)
+    return kernel_table.attend(qkv, cache, window, kernel=kernel)
 
 
 def window_of(width, start, head_dim, *, block_size=1, until=None, back=None, heads=(2, 3), capacity=1024):
@@ -58,7 +60,7 @@ def test_prompts_attend_as_float64_has_it(name):
 
 def test_for_every_processor_and_heads_of_several_panels(unit):
     for head_dim in (32, 96):
-        assert_as_by_hand("behind others", head_dim)
+        assert_as_by_hand("after others", head_dim)
 
 
 def assert_as_by_hand(name: str, head_dim: int) -> None:
@@ -80,7 +82,7 @@ def test_the_kernel_is_called_and_only_for_prompts():
         return (
             attend.lower(qkv, cache, window, kernel=changes.get("kernel", "cpu"))
             .as_text()
-            .count("failfast_attend_prompt_64")
+            .count("failfast_prompt_attention_64")
         )
 
     assert calls(129) and not calls(128) and not calls(129, kernel="reference") and not calls(129, dtype=jnp.bfloat16)
@@ -119,82 +121,22 @@ def test_large_scores_and_far_ones():
     np.testing.assert_allclose(got, attention_by_hand(q, *caches, window.start, 1), atol=5e-4)
 
 
-@pytest.mark.parametrize("name", ["block-causal", "up to a position of its own", "a sliding window"])
-def test_derivatives_are_those_of_plain_attention(name):
-    """In directions that are drawn: they need no more than outputs at two places."""
-    qkv, cache, window = window_of(head_dim=32, **CASES[name])
-    change = tuple(jnp.asarray(numbers(7 + at, *x.shape)) for at, x in enumerate((qkv, *cache)))
-
-    def of(kernel):
-        def outputs(qkv, *cache):
-            out, caches = attend(qkv, cache, window, kernel=kernel)
-            return out, caches[0]
-
-        return jax.jvp(outputs, (qkv, *cache), change)
-
-    (ours, derived), (_, expected) = of("cpu"), of("reference")
-    for got, wanted in zip(derived, expected):
-        np.testing.assert_allclose(got, wanted, atol=1e-4)
-    np.testing.assert_allclose(ours[0], attend(qkv, cache, window)[0], atol=1e-5)
-
-
-def test_caches_are_written_in_place_only_when_they_are_given_away():
-    qkv, cache, window = window_of(140, [3, 9], 32)
-    before = jax.tree.map(np.asarray, cache)
-
-    def twice(qkv, keys, values):
-        """The second call has the first one's caches the other way round; the first one's are read again."""
-        out, caches = attend(qkv, (keys, values), window)
-        again, others = attend(qkv + 1, caches[::-1], window)
-        return out, again, caches, others
-
-    run = jax.jit(twice)
-    kept = run(qkv, *cache)
-    np.testing.assert_array_equal(cache[0], before[0])
-    np.testing.assert_array_equal(kept[2][0][:, :, 200:], before[0][:, :, 200:])
-    step = jax.jit(functools.partial(attention.attend, kernel="cpu"), donate_argnums=1)
-    compiled = step.lower(qkv, cache, window).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * cache[0].nbytes
-    assert not [line for line in compiled.as_text().splitlines() if " copy(" in line and "1024,32]" in line]
-    first = attend(qkv, cache, window)
-    second = attend(qkv + 1, first[1][::-1], window)
-    for got, expected in zip(jax.tree.leaves(kept), jax.tree.leaves((first[0], second[0], first[1], second[1]))):
-        np.testing.assert_array_equal(got, expected)
-
-
-def test_a_window_that_does_not_fit_is_moved_and_harms_nobody():
-    qkv, cache, window = window_of(150, [1000, -5], 32)
-    _, (keys, values) = attend(qkv, cache, window)
-    _, _, expected = rotated_heads(qkv, window.cos, window.sin)
-    for row, begin in ((0, 1024 - 150), (1, 0)):
-        np.testing.assert_array_equal(values[row, :, begin : begin + 150], expected[row].transpose(1, 0, 2))
-    np.testing.assert_array_equal(keys[0, :, :874], cache[0][0, :, :874])
-    np.testing.assert_array_equal(keys[1, :, 150:], cache[0][1, :, 150:])
-
-
-def test_tables_of_another_type():
-    qkv, cache, window = window_of(130, [5, 5], 32)
-    window = window.replace(cos=window.cos.astype(jnp.bfloat16), sin=window.sin.astype(jnp.bfloat16))
-    got, expected = (attend(qkv, cache, window, kernel=kernel)[0] for kernel in ("cpu", "reference"))
-    np.testing.assert_allclose(got, expected, atol=2e-5)
-
-
 def test_shapes_that_are_not_served():
-    served = {"width": 129, "capacity": 256, "head_dim": 64, "dtype": "float32", "cached": "float32"}
-    assert cpu_prompt_attention.supports(**served) is None
-    assert "more than 128 rows, not 128" in cpu_prompt_attention.supports(**served | {"width": 128})
-    assert "a multiple of 16" in cpu_prompt_attention.supports(**served | {"capacity": 200})
-    assert "room for 129 rows" in cpu_prompt_attention.supports(**served | {"capacity": 128})
+    served = {"width": 129, "capacity": 256, "head_dim": 64, "dtype": "float32"}
     lanes = llvm_emitter.vector_unit().lanes
-    assert f"head_dim {lanes}: a multiple of {2 * lanes}" in cpu_prompt_attention.supports(
-        **served | {"head_dim": lanes}
-    )
-    assert "a cache of bfloat16: float32" in cpu_prompt_attention.supports(**served | {"cached": "bfloat16"})
-    qkv, cache, window = window_of(130, [0], 64)
-    places = (window.start, window.start, window.live)
-    with pytest.raises(ValueError, match="heads, tables and caches of one size"):
-        cpu_prompt_attention.attend(qkv, window.cos[..., 1:], window.sin[..., 1:], *cache, *places, block_size=1)
-    with pytest.raises(ValueError, match="room for 130 rows"):
-        cpu_prompt_attention.attend(qkv, window.cos, window.sin, *(x[:, :, :112] for x in cache), *places, block_size=1)
+    assert cpu_prompt_attention.refuses(AttentionCase(**served)) is None
+    changes = {
+        "more than 128 rows, not 128": {"width": 128},
+        "a multiple of 16": {"capacity": 200},
+        f"head_dim 4: a multiple of {lanes}": {"head_dim": 4},
+        "a cache of bfloat16: float32": {"dtype": "bfloat16"},
+        "a tree": {"pattern": "tree"},
+    }
+    for message, change in changes.items():
+        assert message in cpu_prompt_attention.refuses(AttentionCase(**served | change))
+    _, cache, window = window_of(130, [0], 64)
+    q = jnp.ones((1, 130, 6, 64))
+    with pytest.raises(ValueError, match="keys and values of one shape and type"):
+        cpu_prompt_attention.attend(q, (cache[0], cache[1].astype(jnp.bfloat16)), window)
     with pytest.raises(ValueError, match="rows, not 128"):
-        cpu_prompt_attention.attend(qkv[:, 2:], window.cos[:, 2:], window.sin[:, 2:], *cache, *places, block_size=1)
+        cpu_prompt_attention.attend(q[:, 2:], cache, window)

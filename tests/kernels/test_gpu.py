@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax import export
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import gpu_attention
-from failfast_jax.models import attention
+from failfast_jax.kernels import cudnn_attention, gpu_attention, kernel_table, xla_attention
+from failfast_jax.kernels.attention_window import AttentionCase, Window
 
 # batch, width, query heads, KV heads, capacity, head_dim, dtype, block_size, splits
 # Each split has more tiles than the kernel keeps in flight.
@@ -36,12 +36,20 @@ def arrays(shape, seed):
     return tuple(jnp.asarray(x, dtype) for x in (q, k, v))
 
 
+def attention_by(attend, block_size: int):
+    """The function of queries, both caches, start, until and live that a kernel's `attend` is."""
+
+    def run(q, k, v, start, until, live):
+        return attend(q, (k, v), Window(None, None, start, live, until=until, block_size=block_size))
+
+    return run
+
+
 @functools.cache
 def compiled(shape):
     *_, block_size, splits = shape
-    return jax.jit(
-        functools.partial(gpu_attention.window_attention, block_size=block_size, interpret=INTERPRET, splits=splits)
-    )
+    attend = functools.partial(gpu_attention.attend, interpret=INTERPRET, splits=splits)
+    return jax.jit(attention_by(attend, block_size))
 
 
 def relative_error(out, expected):
@@ -158,7 +166,7 @@ def test_lowers_for_cuda(width, heads, kv_heads, head_dim, dtype):
     cache = jax.ShapeDtypeStruct((2, kv_heads, 32768, head_dim), dtype)
     q = jax.ShapeDtypeStruct((2, width, heads, head_dim), dtype)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
-    attend = jax.jit(functools.partial(gpu_attention.window_attention, block_size=32))
+    attend = jax.jit(attention_by(gpu_attention.attend, 32))
     lowered = export.export(attend, platforms=["cuda"])(q, cache, cache, rows, rows, jax.ShapeDtypeStruct((), "int32"))
     assert lowered.mlir_module().count("stablehlo.custom_call @mosaic_gpu") == 2
     assert lowered.out_avals[0].shape == q.shape
@@ -183,19 +191,10 @@ GOOD = {"width": 8, "heads": 8, "kv_heads": 2, "head_dim": 128, "capacity": 256,
     ],
 )
 def test_says_what_it_cannot_do(change, reason):
-    assert gpu_attention.supports(**GOOD) is None
-    assert gpu_attention.supports(**GOOD, device=SimpleNamespace(platform="gpu", compute_capability="9.0")) is None
-    assert reason in gpu_attention.supports(**GOOD | change)
-
-
-def test_refuses_what_it_cannot_do():
-    q, k, v = (x.astype(jnp.float32) for x in arrays(CAUSAL, 0))
-    start = jnp.zeros(2, jnp.int32)
-    rest = (start, start, jnp.int32(1))
-    with pytest.raises(ValueError, match="tf32"):
-        gpu_attention.window_attention(q, k, v, *rest, block_size=1, interpret=True)
-    with pytest.raises(ValueError, match="not float32"):
-        gpu_attention.dense_window_attention(q, k, v, *rest, block_size=1, implementation="cudnn")
+    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert gpu_attention.refuses(AttentionCase(**GOOD)) is None
+    assert gpu_attention.refuses(AttentionCase(**GOOD, device=hopper)) is None
+    assert reason in gpu_attention.refuses(AttentionCase(**GOOD | change))
 
 
 def test_the_number_of_splits_fills_the_device_and_no_more():
@@ -231,7 +230,7 @@ def test_cudnn_adds_masks_and_yet_hides_nan(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", like_cudnn)
     shape = (2, 150, 6, 2, 256, 64, "bfloat16", 32, None)
     rest = (jnp.asarray([0, 77]), jnp.asarray([200, 0]), jnp.int32(256))
-    run = functools.partial(gpu_attention.dense_window_attention, block_size=1, implementation="cudnn")
+    run = attention_by(cudnn_attention.attend, 1)
     out, healthy = (np.asarray(run(*x, *rest), np.float32) for x in (spoilt_at(220, shape, 1), arrays(shape, 1)))
     sees = 77 + np.arange(150) >= 220
     assert np.isnan(out[1, sees]).all()
@@ -245,7 +244,7 @@ def test_the_dense_route_agrees(dtype, tolerance):
     q, k, v = arrays(shape, 3)
     start, until = np.asarray([0, 77]), np.asarray([200, 0])
     rest = (jnp.asarray(start), jnp.asarray(until), jnp.int32(256))
-    out = gpu_attention.dense_window_attention(q, k, v, *rest, block_size=32, implementation="xla")
+    out = attention_by(xla_attention.attend, 32)(q, k, v, *rest)
     assert relative_error(out, attention_by_hand(q, k, v, start, 32, until)) < tolerance
 
 
@@ -263,10 +262,10 @@ def test_masks_of_every_kind_need_no_loop():
     places = {"cos": jnp.ones((batch, width, 1, 32)), "sin": jnp.zeros((batch, width, 1, 32)), "start": start}
     heads = jnp.concatenate([q.reshape(batch, width, 2, 3, 64), jnp.ones((batch, width, 2, 2, 64))], axis=3)
     for kind in ({"visible": visible}, {"seen": seen}, {"back": 3}):
-        window = attention.Window(**places, live=live, **kind)
+        window = Window(**places, live=live, **kind)
         outputs = {}
         for kernel in ("reference", "xla"):
-            run = jax.jit(functools.partial(attention.attend, kernel=kernel))
+            run = jax.jit(functools.partial(kernel_table.attend, kernel=kernel))
             outputs[kernel] = run(heads, (k, v), window)[0]
             assert ("while" in run.lower(heads, (k, v), window).as_text()) == (kernel == "reference")
         np.testing.assert_allclose(outputs["xla"], outputs["reference"], atol=1e-5)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tiers import tiers
 
 from failfast_jax.kernels import plain_attention, tpu_attention, tpu_prompt, tpu_write
-from failfast_jax.models.attention import SIMULATED_TPU, Window, attend, write_windows
-from failfast_jax.models.kv_cache import TILE, write_window
-from failfast_jax.models.rope import apply_rope
+from failfast_jax.kernels.attention_window import AttentionCase, Window
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU, attend, write_windows
+from failfast_jax.kernels.plain_attention import apply_rope, write_window
 
 INTERPRET = jax.default_backend() != "tpu"
 """Where there is a TPU the same tests run on it."""
@@ -75,18 +75,18 @@ def angles(start, width: int, head_dim: int):
 @functools.partial(jax.jit, static_argnames="block_size")
 def attended(qkv, k, v, start, until, live, block_size):
     """The heads' outputs, and the caches with the window's own keys and values: by one kernel, and by two."""
-    tables = tpu_write.rotary_tables(*angles(start, qkv.shape[1], qkv.shape[4]))
-    options = {"block_size": block_size, "interpret": INTERPRET}
-    one = tpu_attention.attend(qkv, *tables, k, v, start, until, live, **options)
-    k, v = tpu_write.write_window(k, v, qkv, start, tables, interpret=INTERPRET)
-    return one, (tpu_attention.window_attention(qkv, *tables, k, v, start, until, live, **options), k, v)
+    window = Window(*angles(start, qkv.shape[1], qkv.shape[4]), start, live, until=until, block_size=block_size)
+    out, one = tpu_attention.attend(qkv, (k, v), window, interpret=INTERPRET)
+    tables = tpu_write.rotary_tables(window.cos, window.sin)
+    two = tpu_write.write_window(k, v, qkv, start, tables, interpret=INTERPRET)
+    return (out, *one), (tpu_attention.attend_written(qkv, two, window, interpret=INTERPRET), *two)
 
 
 @in_full
 @functools.partial(jax.jit, static_argnames="block_size")
 def expected(qkv, k, v, start, until, live, block_size):
     cos, sin = angles(start, qkv.shape[1], qkv.shape[4])
-    k, v = write_windows(k, v, apply_rope(qkv[..., -2, :], cos, sin), qkv[..., -1, :], start)
+    k, v = write_windows((k, v), apply_rope(qkv[..., -2, :], cos, sin), qkv[..., -1, :], start)
     wide = (x.astype(jnp.float32) for x in (qkv, k, v))
     window = Window(cos, sin, start, live, until=until, block_size=block_size)
     return attend(next(wide), tuple(wide), window)[0], k, v
@@ -190,8 +190,8 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
 
     @jax.jit
     def run(qkv, k, v, start, live):
-        tables = tpu_write.rotary_tables(*angles(start, 8, 64))
-        return tpu_attention.window_attention(qkv, *tables, k, v, start, zero, live, block_size=1, interpret=INTERPRET)
+        window = Window(*angles(start, 8, 64), start, live)
+        return tpu_attention.attend_written(qkv, (k, v), window, interpret=INTERPRET)
 
     for start in (1020, 1023, 1027):
         live = np.int32(start + 8)
@@ -207,11 +207,11 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
 def test_keys_and_values_have_a_semaphore_each():
     """A wait on one that both share may end when the other's copy has arrived."""
     qkv, k, v = arrays((1, 8, 2, 1, 64, 128, "float32"), 0)
-    start, zero = np.asarray([3], np.int32), np.zeros(1, np.int32)
-    tables = tpu_write.rotary_tables(*angles(start, 8, 64))
-    attending = jax.make_jaxpr(functools.partial(tpu_attention.attend, block_size=1))
+    start = np.asarray([3], np.int32)
+    window = Window(*angles(start, 8, 64), start, np.int32(11))
+    tables = tpu_write.rotary_tables(window.cos, window.sin)
     for program in (
-        attending(qkv, *tables, k, v, start, zero, np.int32(11)),
+        jax.make_jaxpr(tpu_attention.attend)(qkv, (k, v), window),
         jax.make_jaxpr(tpu_write.write_window)(k, v, qkv, start, tables),
     ):
         # dma_start(p0) a[0,:,b:b+16,:] -> c[d,e:e+1,f:f+16,:] semaphores[1]
@@ -264,9 +264,10 @@ def test_prefill_equals_the_reference(width, block_size, start, until):
     batch, kv_heads, head_dim, capacity = len(start), 2, 64, 1536
     _, k, v = arrays((batch, width, 4, kv_heads, head_dim, capacity, "float32"), 3)
     q = jnp.asarray(np.random.default_rng(4).standard_normal((batch, width, 4, head_dim), np.float32))
-    start, until, live = np.asarray(start, np.int32), np.asarray(until, np.int32), np.int32(capacity)
-    got = tpu_prompt.attention(q, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
-    wanted = in_full(plain_attention.window_attention)(q, k, v, start, until, live, block_size=block_size, tile=TILE)
+    start, until = np.asarray(start, np.int32), np.asarray(until, np.int32)
+    window = Window(None, None, start, np.int32(capacity), until=until, block_size=block_size)
+    got = tpu_prompt.attend(q, (k, v), window, interpret=INTERPRET)
+    wanted = in_full(plain_attention.attend)(q, (k, v), window)
     np.testing.assert_allclose(got, wanted, atol=TOLERANCES["float32"])
 
 
@@ -275,11 +276,11 @@ def test_products_of_float32_are_full_ones():
     q, start = jnp.ones((1, 128, 2, 64)), np.zeros(1, np.int32)
     for dtype, precision in (("float32", "HIGHEST"), ("bfloat16", "DEFAULT")):
         qkv, k, v = arrays((1, 8, 2, 1, 64, 128, dtype), 0)
-        tables = tpu_write.rotary_tables(*angles(start, 8, 64))
         rest = (start, start, np.int32(8))
+        window = Window(*angles(start, 8, 64), start, np.int32(8))
         programs = [
-            jax.make_jaxpr(functools.partial(tpu_attention.attend, block_size=1))(qkv, *tables, k, v, *rest),
-            jax.make_jaxpr(functools.partial(tpu_prompt.attention, block_size=1))(q.astype(dtype), k, v, *rest),
+            jax.make_jaxpr(tpu_attention.attend)(qkv, (k, v), window),
+            jax.make_jaxpr(tpu_prompt.attend)(q.astype(dtype), (k, v), window),
         ]
         if dtype == "float32":
             programs.append(jax.make_jaxpr(functools.partial(expected, block_size=1))(qkv, k, v, *rest))
@@ -297,9 +298,11 @@ def test_products_of_float32_are_full_ones():
         ({"head_dim": 80}, "head_dim 80"),
         ({"capacity": 200}, "a cache of 200 positions"),
         ({"dtype": jnp.float16}, "a cache of float16"),
+        ({"pattern": "tree"}, "a tree"),
+        ({"pattern": "copies", "width": 272, "copies": 2}, "a window of 136 rows"),
     ],
 )
 def test_says_what_it_does_not_support(change, message):
     fine = {"width": 8, "heads": 4, "kv_heads": 2, "capacity": 256, "head_dim": 64, "dtype": jnp.bfloat16}
-    assert tpu_attention.supports(**fine) is None
-    assert message in tpu_attention.supports(**(fine | change))
+    assert tpu_attention.refuses(AttentionCase(**fine)) is None
+    assert message in tpu_attention.refuses(AttentionCase(**(fine | change)))

@@ -20,11 +20,12 @@ from failfast_jax import FailFast
 from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import llvm_emitter, plain_attention
+from failfast_jax.kernels import kernel_table, llvm_emitter, plain_attention
+from failfast_jax.kernels.attention_window import TILE, Window
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU, attend_written, kernel_of, refusal, unserved
+from failfast_jax.kernels.plain_attention import write_window
 from failfast_jax.load_options import LoadOptions
-from failfast_jax.models import attention
-from failfast_jax.models.attention import SIMULATED_TPU, Window, cached_attention, kernel_of, supports, unserved
-from failfast_jax.models.kv_cache import TILE, round_up, write_window
+from failfast_jax.models.kv_cache import round_up
 from failfast_jax.util import progress
 
 CAPACITY = 384
@@ -40,7 +41,8 @@ def arrays(seed: int, batch: int, width: int, heads: int, kv_heads: int, capacit
 
 @functools.partial(jax.jit, static_argnames=("block_size", "back", "kernel"))
 def attend(q, k, v, start, live, block_size, until=None, back=None, kernel="reference"):
-    return cached_attention(q, k, v, start, live, block_size, until=until, back=back, kernel=kernel)
+    window = Window(None, None, start, live, until=until, back=back, block_size=block_size)
+    return attend_written(q, (k, v), window, kernel=kernel)
 
 
 both_kernels = pytest.mark.parametrize("kernel", ["reference", "cpu"])
@@ -170,7 +172,7 @@ def test_what_is_not_finite_spoils_only_rows_that_see_it(kernel, kind, width, dt
     options = kinds_of_windows(width, start)[kind]
     window = Window(*tables, start, np.int32(start.max() + width), **options)
     cache = tuple(jnp.asarray(rng.standard_normal((batch, 2, CAPACITY, head_dim)), dtype) for _ in range(2))
-    run = jax.jit(functools.partial(attention.attend, kernel=kernel))
+    run = jax.jit(functools.partial(kernel_table.attend, kernel=kernel))
     healthy, _ = run(jnp.asarray(qkv, dtype), cache, window)
     for member, number in ((3, np.inf), (3, -np.inf), (3, np.nan), (2, np.nan)):
         bad = qkv.copy()
@@ -245,7 +247,7 @@ def test_the_device_the_type_and_the_heads_choose_the_kernel(devices, dtypes, he
         model = {"dtype": dtype, "head_dim": head_dim}
         case, reason = (name, dtype, head_dim), unserved(a(name), **model)
         assert kernel_of(a(name), dtype, head_dim) == kernel, case
-        assert supports(kernel, a(name), **model) is None, case
+        assert refusal(kernel, a(name), **model) is None, case
         # XLA is not chosen without a reason, which is a line.
         assert (reason is None) == (kernel not in ("xla", "reference") or name == "other"), case
         assert reason is None or "\n" not in reason, case
@@ -272,7 +274,7 @@ def test_the_device_the_type_and_the_heads_choose_the_kernel(devices, dtypes, he
     ],
 )
 def test_a_kernel_says_why_it_does_not_serve(kernel, device, model, message):
-    assert message in supports(kernel, a(device), **({"dtype": BF16, "head_dim": 128} | model))
+    assert message in refusal(kernel, a(device), **({"dtype": BF16, "head_dim": 128} | model))
 
 
 def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
@@ -280,7 +282,7 @@ def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
     assert kernel_of(cpu, BF16, 128) == ("cpu" if llvm_emitter.vector_unit() else "reference")
     assert kernel_of(cpu, BF16, 6) == "reference" and unserved(cpu, dtype=BF16, head_dim=6)
     for kernel in ("reference", "xla", SIMULATED_TPU):
-        assert supports(kernel, cpu, dtype=F16, head_dim=100) is None
+        assert refusal(kernel, cpu, dtype=F16, head_dim=100) is None
 
 
 @pytest.mark.parametrize("drafter", [None, GOLDEN / "fast_dllm_v2_untied"])

@@ -12,8 +12,8 @@ from tiers import tiers
 
 from failfast_jax import doctor
 from failfast_jax.kernels import tpu_write
+from failfast_jax.kernels.kernel_table import SIMULATED_TPU, attend
 from failfast_jax.models import attention_check
-from failfast_jax.models.attention import SIMULATED_TPU, attend
 from failfast_jax.models.attention_check import check_attention, is_right
 
 CASE = {"heads": 3, "kv_heads": 1, "head_dim": 64, "rows": 4, "start": 125, "block_size": 4, "kernel": "reference"}

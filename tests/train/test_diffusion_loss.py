@@ -14,7 +14,8 @@ from tiny_models import VOCAB, committed, random_model, tiny_config
 
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.kernels.plain_attention import rotated_heads
+from failfast_jax.models.rope import rotary
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.diffusion_loss import HEAD_CHUNK, loss
 from failfast_jax.train.train_config import TrainConfig

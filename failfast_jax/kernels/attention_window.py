@@ -1,0 +1,168 @@
+"""The window of one pass over a cache: the places of its rows, and the slots that each of them sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.axes import Cache, PerSequence, Scalar
+
+TILE = 128
+"""Attention reads the cache in tiles of this many positions, at absolute positions; capacities are multiples of it."""
+TEXT, SLIDING, TREE, COPIES = "text", "sliding window", "tree", "copies"
+"""Patterns of masks."""
+
+LayerCache = tuple[Cache, Cache]
+"""Rotated keys, and values, of one layer."""
+
+
+@flax.struct.dataclass
+class TreeMask:
+    """A window whose tokens are a tree: the position of a token is not its slot in the cache."""
+
+    depth: Int[Array, "B W"]
+    """Position of each token after the window's first."""
+    visible: Bool[Array, "B W W"]
+    """The window's tokens that each one sees: its ancestors and itself."""
+
+
+@flax.struct.dataclass
+class RowGroups:
+    """A window whose rows are C groups of one size, each with slots of its own: copies of one stretch of text.
+
+    The slots of `[0, a)`, `[b, c)` and `[d, e)` are seen, for `seen` = a, b, c, d, e.
+    """
+
+    positions: Int[Array, "B W"]
+    """Position of each row; its slot is another."""
+    seen: Int[Array, "B C 5"]
+
+
+@flax.struct.dataclass
+class Window:
+    """Places of the tokens of one pass over the cache, and the slots that they see; the same for all layers.
+
+    Row w of a text stands at position `start + w` and sees the slots up to `last(W)` and from `first(W)` on:
+
+      block_size 1, start 6, rows 6 7 8:                up to 6, 7, 8
+      block_size 4, start 6, rows 6 7 8:                up to 7, 7, 11
+      block_size 1, start 6, until 8, rows 6 7 8:       up to 8, 8, 8
+      block_size 1, start 6, back 4, rows 6 7 8:        from 3, 4, 5 on
+    """
+
+    cos: Float[Array, "B W 1 h"] | None
+    sin: Float[Array, "B W 1 h"] | None
+    """Tables of the tokens' positions, see `models.rope.rotary`; None where queries are rotated already."""
+    start: PerSequence
+    """Cache slot of each sequence's first token; the others follow."""
+    live: Scalar
+    """Number of leading cache slots that any token may see; tiles beyond are not read."""
+    until: Int[Array, " B"] | None = None
+    """Every token sees at least the positions up to this one; None: the mask rule alone."""
+    visible: Bool[Array, "B W C"] | None = None
+    """Of a tree: the slots from `tree_start` on that each token sees. It sees all slots before, and none after."""
+    seen: Int[Array, "B C 5"] | None = None
+    """Slots that the rows of each of C groups see, instead of the mask rule; see `RowGroups`."""
+    tree_start: PerSequence | None = None
+    """Cache slot of the tree's first token; None: the window's, which then holds the whole tree."""
+    block_size: int = flax.struct.field(pytree_node=False, default=1)
+    """Mask rule: causal (1) or block-causal."""
+    back: int | None = flax.struct.field(pytree_node=False, default=None)
+    """Of a sliding window: a token sees its own position and the `back - 1` before it, of what it sees; None: all."""
+
+    @property
+    def pattern(self) -> str:
+        """`TEXT`, `SLIDING`, `TREE` or `COPIES`."""
+        if self.visible is not None:
+            return TREE
+        if self.seen is not None:
+            return COPIES
+        return TEXT if self.back is None else SLIDING
+
+    def last(self, width: int) -> Int[Array, "B W"]:
+        """Last position that each row of a text sees."""
+        last = visible_until(self.start[:, None] + jnp.arange(width), self.block_size)
+        return last if self.until is None else jnp.maximum(last, self.until[:, None])
+
+    def first(self, width: int) -> Int[Array, "B W"]:
+        """First position that each row of a text sees."""
+        positions = self.start[:, None] + jnp.arange(width)
+        return jnp.zeros_like(positions) if self.back is None else positions - (self.back - 1)
+
+    def mask(self, width: int, slots: Int[Array, " S"]) -> Bool[Array, "B W S"]:
+        """True for the slots that each of `width` rows sees."""
+        if self.visible is not None:
+            return _tree_mask(self.start if self.tree_start is None else self.tree_start, self.visible, slots)
+        if self.seen is not None:
+            return in_ranges(slots, jnp.repeat(self.seen, width // self.seen.shape[1], axis=1))
+        mask = slots <= self.last(width)[..., None]
+        return mask if self.back is None else mask & (slots >= self.first(width)[..., None])
+
+    def part(self, rows: slice) -> Window:
+        """The window of some of its rows: whole groups, where it has groups."""
+        cos, sin = (None if table is None else table[:, rows] for table in (self.cos, self.sin))
+        window = self.replace(cos=cos, sin=sin, start=self.start + rows.start)
+        if self.seen is None:
+            return window
+        size = self.cos.shape[1] // self.seen.shape[1]
+        return window.replace(seen=self.seen[:, rows.start // size : rows.stop // size])
+
+
+def visible_until(positions: Int[Array, "..."], block_size: int) -> Int[Array, "..."]:
+    """Last position that a query sees: `i // D >= j // D` with D = block_size (1: causal)."""
+    return positions // block_size * block_size + (block_size - 1)
+
+
+def in_ranges(slots: Int[Array, "..."], ends: Int[Array, "*R 5"]) -> Bool[Array, "..."]:
+    """True for slots in `[0, a)`, `[b, c)` or `[d, e)`; `ends[..., :1]` and so on broadcast against them."""
+    a, b, c, d, e = (ends[..., index : index + 1] for index in range(5))
+    return (slots < a) | ((slots >= b) & (slots < c)) | ((slots >= d) & (slots < e))
+
+
+def _tree_mask(first: PerSequence, visible: Bool[Array, "B W C"], slots: Int[Array, " S"]) -> Bool[Array, "B W S"]:
+    batch, width, slots_of_tree = visible.shape
+    inside = slots - first[:, None]
+    columns = jnp.clip(inside, 0, slots_of_tree - 1)[:, None]
+    columns = jnp.broadcast_to(columns, (batch, width, slots.shape[0]))
+    mask = jnp.take_along_axis(visible, columns, axis=2) & (inside < slots_of_tree)[:, None]
+    return mask | (inside < 0)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """The shapes and the device by which a kernel is chosen.
+
+    Attributes:
+      dtype: of the cache.
+      head_dim: of queries, keys and values.
+      heads: query heads.
+      kv_heads: heads of keys and values.
+      capacity: positions of the cache.
+      width: rows of the window; None: not known yet, as before a model is loaded.
+      pattern: of its mask: `TEXT`, `SLIDING`, `TREE` or `COPIES`.
+      copies: groups of rows, if the pattern is `COPIES`.
+      device: its `platform`, and `device_kind` (TPU) or `compute_capability` (GPU); None: only shapes are asked for.
+    """
+
+    dtype: DTypeLike
+    head_dim: int
+    heads: int = 1
+    kv_heads: int = 1
+    capacity: int = TILE
+    width: int | None = None
+    pattern: str = TEXT
+    copies: int = 1
+    device: Any = None
+
+    @classmethod
+    def of(cls, heads: int, width: int, cache: LayerCache, window: Window) -> AttentionCase:
+        """The case of one pass: `width` rows of `heads` query heads."""
+        _, kv_heads, capacity, head_dim = cache[0].shape
+        copies = 1 if window.seen is None else window.seen.shape[1]
+        sizes = {"heads": heads, "kv_heads": kv_heads, "capacity": capacity, "width": width}
+        return cls(cache[0].dtype, head_dim, **sizes, pattern=window.pattern, copies=copies)

@@ -1,0 +1,190 @@
+"""Every attention kernel, the platform that it is for, and the one choice between them.
+
+A kernel is a module with two functions: `refuses(case)` returns why it cannot serve an `AttentionCase`, or None;
+`attend` computes the heads' outputs. Modules are imported where they are asked: they bring LLVM or Pallas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from failfast_jax.axes import PerSequence, Queries
+from failfast_jax.kernels.attention_window import COPIES, AttentionCase, LayerCache, Window
+from failfast_jax.kernels.plain_attention import contained, rotated_heads, write_window
+from failfast_jax.util import progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One row of the table.
+
+    Attributes:
+      name: by which `--attention` asks for it.
+      platform: that it is written for; None: any.
+      file: its module in this package.
+      fused: it takes the fused projection, rotates, and writes keys and values into the cache by itself.
+    """
+
+    name: str
+    platform: str | None
+    file: str
+    fused: bool = False
+
+    @property
+    def module(self) -> ModuleType:
+        """Imported when it is first asked for."""
+        return importlib.import_module(f"failfast_jax.kernels.{self.file}")
+
+    def refuses(self, case: AttentionCase) -> str | None:
+        """Returns why the kernel cannot serve a case, or None if it can."""
+        return self.module.refuses(case)
+
+
+ATTENTION = (
+    Kernel("tpu", "tpu", "tpu_attention", fused=True),
+    Kernel("tpu", "tpu", "tpu_prompt"),
+    Kernel("gpu", "gpu", "gpu_attention"),
+    Kernel("cudnn", "gpu", "cudnn_attention"),
+    Kernel("xla", "gpu", "xla_attention"),
+    Kernel("cpu", "cpu", "cpu_prompt_attention"),
+    Kernel("cpu", "cpu", "cpu_attention"),
+    Kernel("reference", None, "plain_attention"),
+)
+"""In the order of preference: the first of a platform that does not refuse serves."""
+SIMULATED_TPU = "simulated-tpu"
+"""The TPU's kernels, interpreted on a CPU; widths, paddings, layouts and defaults are the TPU's, too (`device_of`)."""
+TPU_KERNELS = ("tpu", SIMULATED_TPU)
+KERNELS = ("reference", "cpu", "tpu", SIMULATED_TPU, "gpu", "cudnn", "xla")
+"""Names for `--attention`: the kernels of that name, then what follows them in the table."""
+EVERYWHERE = ("reference", "xla")
+
+
+def candidates(name: str) -> list[Kernel]:
+    """The kernels that may serve where `name` is asked for: those of the name, then later ones of its platform."""
+    name = "tpu" if name == SIMULATED_TPU else name
+    first = next(index for index, kernel in enumerate(ATTENTION) if kernel.name == name)
+    platform = ATTENTION[first].platform
+    return [kernel for kernel in ATTENTION[first:] if kernel.platform in (platform, None)]
+
+
+def serving(name: str, case: AttentionCase) -> Kernel:
+    """The kernel that serves a case; says once if XLA takes copies over that a kernel should have taken."""
+    refused = []
+    for kernel in candidates(name):
+        reason = kernel.refuses(case)
+        if reason is None:
+            break
+        refused.append(reason)
+    if refused and case.pattern == COPIES and name in TPU_KERNELS:
+        progress.warn_once(f"attention of copies runs in XLA: {refused[0]}")
+    return kernel
+
+
+def refusal(name: str, device: Any, **model: Any) -> str | None:
+    """Returns why a device cannot run the kernels of a name, or None; neither need be there, nor be loaded.
+
+    Widths are not asked for: each kernel takes, or is padded to, those of every method.
+
+    Args:
+      device: see `AttentionCase`.
+      model: fields of `AttentionCase`; without them, a model that every kernel takes.
+    """
+    if name == SIMULATED_TPU and device.platform != "cpu":
+        return f"it is simulated on a CPU: set JAX_PLATFORMS=cpu (JAX runs on {device.platform} here)"
+    if name in (*EVERYWHERE, SIMULATED_TPU):
+        return None
+    kernels = [kernel for kernel in ATTENTION if kernel.name == name]
+    if device.platform != (platform := kernels[0].platform):
+        seen = f"JAX sees no {platform.upper()} here, it runs on {device.platform}"
+        return f"{seen}: leave it out, or see failfast_jax.doctor"
+    case = AttentionCase(**{"dtype": jnp.bfloat16, "head_dim": 128} | model, device=device)
+    reasons = [kernel.refuses(case) for kernel in kernels]
+    return None if None in reasons else reasons[-1]
+
+
+def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
+    """Name of the kernel that a device runs unless told otherwise."""
+    case = AttentionCase(dtype, head_dim, device=device)
+    of_device = (kernel for kernel in ATTENTION if kernel.platform in (device.platform, None))
+    return next(kernel.name for kernel in of_device if kernel.refuses(case) is None)
+
+
+def unserved(device: Any, **model: Any) -> str | None:
+    """Returns why XLA serves a model on a device that has kernels: the last one's reason; None: a kernel serves."""
+    names = [kernel.name for kernel in ATTENTION if kernel.platform == device.platform and kernel.name != "xla"]
+    reasons = [refusal(name, device, **model) for name in names]
+    return reasons[-1] if reasons and all(reasons) else None
+
+
+def device_of(name: str | None, device: Any = None) -> Any:
+    """The device whose kernels, widths, layouts and defaults a model takes: its own, or the TPU that it simulates.
+
+    Args:
+      name: one of `KERNELS`; None: what the device runs.
+      device: that it runs on; None: the first one.
+    """
+    if name == SIMULATED_TPU:
+        return SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    return device or jax.devices()[0]
+
+
+def attend(
+    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, *, kernel: str = "reference"
+) -> tuple[Queries, LayerCache]:
+    """Rotates, writes keys and values into the cache, and attends: all between a layer's two projections.
+
+    Args:
+      qkv: of each KV head its G query heads, its key and its value.
+      kernel: one of `KERNELS`; what its kernels refuse is served by plain jnp, or on a GPU by XLA's attention.
+
+    Returns:
+      The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
+      capacity.
+    """
+    heads = qkv.shape[2] * (qkv.shape[3] - 2)
+    chosen = serving(kernel, AttentionCase.of(heads, qkv.shape[1], cache, window))
+    if chosen.fused:
+        return chosen.module.attend(qkv, cache, window, interpret=kernel == SIMULATED_TPU)
+    q, k, v = rotated_heads(qkv, window.cos, window.sin)
+    cache = write_windows(cache, k, v, window.start, kernel=kernel)
+    return attend_written(q, cache, window, kernel=kernel), cache
+
+
+def attend_written(q: Queries, cache: LayerCache, window: Window, *, kernel: str = "reference") -> Queries:
+    """Attends for rotated queries whose keys and values are in the cache; not by a kernel that is `fused`."""
+    case = AttentionCase.of(q.shape[2], q.shape[1], cache, window)
+    chosen = serving(kernel, case)
+    simulated = {"interpret": True} if kernel == SIMULATED_TPU and chosen.platform == "tpu" else {}
+    return chosen.module.attend(q, cache, window, **simulated)
+
+
+def write_windows(
+    cache: LayerCache,
+    k: Float[Array, "B W K H"],
+    v: Float[Array, "B W K H"],
+    start: PerSequence,
+    *,
+    kernel: str = "reference",
+) -> LayerCache:
+    """Overwrites positions `start[b] .. start[b]+W-1` of both caches; in place when they are donated. What is written
+    is `kernels.plain_attention.contained`.
+
+    The caller keeps `start + W` within the capacity.
+    """
+    if kernel in TPU_KERNELS:
+        from failfast_jax.kernels import tpu_write  # slow to import: only where it runs
+
+        # Long windows are prefill: rare, and more than the kernel's fast memory holds.
+        if k.shape[1] <= tpu_write.MAX_WIDTH:
+            qkv = jnp.stack([k, v], axis=3)
+            return tpu_write.write_window(*cache, qkv, start, interpret=kernel == SIMULATED_TPU)
+    k, v = contained(k.astype(cache[0].dtype), v.astype(cache[1].dtype))
+    return write_window(cache[0], k, start), write_window(cache[1], v, start)

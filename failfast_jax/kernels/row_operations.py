@@ -1,0 +1,96 @@
+"""Products and norms of rows: by the CPU's kernels where they serve, by XLA elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+
+def product(
+    x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
+) -> Float[Array, "*R O"]:
+    """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
+
+    A CPU computes the rows of a decode pass by `cpu_product`, and all rows where weights are narrower than
+    float32; XLA computes the rest, as on every other device. Not for weights that XLA shall spread over devices by
+    itself: inside a `shard_map` only, or on one device.
+
+    Args:
+      weight: of any floating-point type, or int8.
+    """
+    plain = functools.partial(xla_product, preferred=preferred)
+    width = x.shape[-2] if x.ndim > 1 else 1
+    if (cpu_product := _serving("product", width=width, outputs=weight.shape[0], dtype=weight.dtype)) is None:
+        return plain(x, weight)
+
+    def by_kernel(x: Array, weight: Array) -> Array:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
+        y = cpu_product.product(rows, weight).astype(preferred or x.dtype)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+
+    # What is compiled here may be meant for a TPU.
+    return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
+
+
+def xla_product(
+    x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
+) -> Float[Array, "*R O"]:
+    """`product` by XLA, on every device and over any number of them.
+
+    Every int8 is exact in the narrowest dtype, and its conversion fuses into the product (but on CPU): what is read
+    from memory is int8. As for narrower floats, see `kept_dtype`.
+    """
+    sums = jnp.float32 if weight.dtype == jnp.int8 else preferred
+    weight = weight.astype(x.dtype)
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=sums).astype(preferred or x.dtype)
+
+
+def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:
+    """The dtype in which to hold a matrix `[..., in]` that is stored in one and computed with in another.
+
+    On CPU the one in which it is stored, where that is narrower and its numbers are among the other's: `product`
+    makes the same sums of it, and the fewer bytes a decode pass has to read, the sooner it is done.
+    """
+    stored, computed = np.dtype(stored), np.dtype(computed)
+    narrower = jnp.issubdtype(stored, jnp.floating) and jnp.promote_types(stored, computed) == computed != stored
+    if not narrower or len(shape) < 2:
+        return computed
+    return stored if _serving("product", width=1, outputs=math.prod(shape[:-1]), dtype=stored) else computed
+
+
+def rms_norm(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*R E"]:
+    """Divides rows by their root mean square and scales them by `weight`.
+
+    XLA's sum on CPU depends on how many rows there are; that of `cpu_norm` does not.
+    """
+
+    def plain(x: Array, weight: Array) -> Array:
+        return weight * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+
+    width = x.shape[1] if x.ndim > 2 else math.prod(x.shape[:-1])
+    if (cpu_norm := _serving("norm", width=width, dtype=x.dtype)) is None:
+        return plain(x, weight)
+
+    def by_kernel(x: Array, weight: Array) -> Array:
+        return cpu_norm.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
+
+    return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
+
+
+def _serving(operation: str, **shape: Any) -> ModuleType | None:
+    """The CPU's kernel of an operation if it serves a shape; None: XLA does. Imported here, as it brings LLVM."""
+    if jax.default_backend() != "cpu":
+        return None
+    from failfast_jax.kernels import cpu_norm, cpu_product
+
+    kernel = {"product": cpu_product, "norm": cpu_norm}[operation]
+    return kernel if kernel.supports(**shape) is None else None

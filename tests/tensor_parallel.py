@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from unittest import mock
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,10 +23,8 @@ from failfast_jax import FailFast
 from failfast_jax.decoding import picking
 from failfast_jax.decoding.decode_state import Sampling
 from failfast_jax.errors import OptionError
-from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.runtime.model_runtime import Request
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -96,45 +93,6 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
     return report
 
 
-def copies_alike(target, drafter, expected: dict[int, list[list[int]]]) -> dict[str, bool]:
-    """Whether a drafter whose attention the devices with copies of a KV head all compute drafts the same."""
-    folders, report = (GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied"), {}
-    usual = FailFast(*folders, tensor_parallel=4)
-    with mock.patch.object(sharding, "copies_work_alike", return_value=True):
-        for tensor, data, batch in ((8, 1, 1), (4, 2, 4)):
-            engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
-            same = answers(engine, "failfast", batch) == expected[batch]
-            report[f"{tensor}x{data}, batch {batch}"] = same and engine.drafter.execution.mesh.shape["copies"] > 1
-            if data == 1:
-                report["a request that joins late"] = joined_late(engine) == expected[1]
-        read = FailFast(*folders, tensor_parallel=4)
-        small = FailFast(target, drafter, tensor_parallel=8, quantize_drafter="int8")
-    drafts = [
-        engine.generate(PROMPTS[:1], method="failfast", max_new_tokens=20, ignore_eos=True, **OPTIONS["failfast"])[0]
-        for engine in (usual, read)
-    ]
-    report["from files"] = drafts[0].output_ids == drafts[1].output_ids
-    report["from files, the same drafts"] = [r.drafted for r in drafts[0].rounds] == [
-        r.drafted for r in drafts[1].rounds
-    ]
-    report["a device's half of the heads"] = {
-        engine.drafter.layers[0].attention.qkv.weight[...].addressable_shards[0].data.shape[0]
-        for engine in (read, small)
-    } == {1}
-    report["int8"] = answers(small, "failfast", 1) == expected[1]
-    return report
-
-
-def joined_late(engine: FailFast) -> list[list[int]]:
-    """What a request says that is put into a row while another one is under way."""
-    drafter = engine.build_drafter(GenerationConfig("failfast", **OPTIONS["failfast"]))
-    work, single = (engine.runtime.session(drafter, capacity=128, batch=batch) for batch in (2, 1))
-    first, late = (Request(prompt, 20) for prompt in (PROMPTS[1], PROMPTS[0]))
-    state = work.advance(work.prefill([first] * 2), 2)
-    state = work.insert(state, 1, single.prefill([late]))
-    return [work.read(work.advance(state)).ids[1]]
-
-
 def pair() -> tuple[Decoder, Decoder]:
     config = tiny_config(num_heads=12, num_kv_heads=4, hidden_size=64, intermediate_size=64)
     return random_model(config), random_model(diffusion_config(num_heads=4, num_kv_heads=2))
@@ -189,8 +147,6 @@ def main() -> None:
     report["picks of a spread vocabulary"], report["collectives of picks"] = sampled_on_a_mesh(engines["4x1"].mesh)
     report["picks of groups with a row each"], _ = sampled_on_a_mesh(sharding.make_mesh(2, 3))
     report |= readers_of_features(target, expected[1][0])
-
-    report["copies alike"] = copies_alike(target, drafter, expected)
 
     report["errors"] = []
     for options, prompts in (

@@ -164,7 +164,7 @@ def test_layouts(copy):
     """SafeAILab's other names, and vLLM's speculators."""
     published, tensors = load(FIELD / TREE), stored()
     assert published.feature_layers == (1, 3, 4) and published.config.chain is None
-    assert published.draft_ids.shape == (96,) and not published.own_embed
+    assert published.draft_ids.shape == (96,) and published.shared == ("embed",)
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     assert same(load(copy(tensors=renamed)), published)
     assert same(load(copy(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})), published)
@@ -187,9 +187,9 @@ def test_an_embedding_is_shared_where_it_is_the_targets(copy):
     target, tensors = load_target("qwen3_a"), stored(CHAIN)
     assert load(FIELD / CHAIN).embed is not None and load(FIELD / CHAIN).config.chain == 7
     shared = load(copy(CHAIN, tensors | {"embed_tokens.weight": np.asarray(target.embed[...])}))
-    assert not shared.own_embed and shared.embed is target.embed[...]
+    assert shared.shared == ("embed",) and shared.embed is target.embed[...]
     other = load(copy(CHAIN, tensors | {"embed_tokens.weight": np.asarray(target.embed[...]) + 1}))
-    assert other.own_embed and len(other.own_parameters()) == len(shared.own_parameters()) + 1
+    assert other.shared == ()
 
 
 def test_a_drafter_of_another_target_is_refused_with_both_names(copy):

@@ -21,7 +21,7 @@ import numpy as np
 
 from failfast_jax.bench import report
 from failfast_jax.bench.journal import ANSWER, RECORDS
-from failfast_jax.bench.released_passes import Counts, counts
+from failfast_jax.bench.released_passes import PassCounts, counts
 from failfast_jax.bench.rows import BASELINE, BATCH
 from failfast_jax.bench.run_config import RELEASED
 from failfast_jax.bench.speedup_model import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
@@ -116,7 +116,7 @@ class Records:
         """Answers to a dataset's questions, all or those of one setting."""
         return [r for r in self.answers if r["dataset"] == dataset and (label is None or r["setting"] == label)]
 
-    def counted(self, dataset: str, label: str) -> list[Counts]:
+    def counted(self, dataset: str, label: str) -> list[PassCounts]:
         """The rounds of each answer to a dataset's questions by one setting."""
         return [counts(record, released=self.released) for record in self.of(dataset, label)]
 

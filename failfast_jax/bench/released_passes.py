@@ -16,7 +16,7 @@ from failfast_jax.util.records import Record
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class PassCounts:
     """One answer's rounds, counted in one of the two ways.
 
     Attributes:
@@ -35,14 +35,14 @@ class Counts:
         return len(self.accepted)
 
 
-def counts(record: Record, *, released: bool) -> Counts:
+def counts(record: Record, *, released: bool) -> PassCounts:
     """An answer's rounds; those of `vanilla` draft nothing."""
     entries = record["detail"]
     if not entries:
         nothing = (0,) * record["rounds"]
-        return Counts(record["tokens"], nothing, nothing, nothing)
+        return PassCounts(record["tokens"], nothing, nothing, nothing)
     if not released:
-        return Counts(
+        return PassCounts(
             record["tokens"],
             tuple(min(entry["accepted"], entry["emitted"]) for entry in entries),
             tuple(entry["drafted"] for entry in entries),
@@ -50,7 +50,7 @@ def counts(record: Record, *, released: bool) -> Counts:
         )
     accepted = tuple(entry["accepted"] for entry in entries)
     speculated = tuple(lengths_asked_for(record))
-    return Counts(sum(accepted) + len(accepted), accepted, speculated, released_passes(record, speculated))
+    return PassCounts(sum(accepted) + len(accepted), accepted, speculated, released_passes(record, speculated))
 
 
 def with_passes(records: Iterable[Record], *, released: bool) -> list[Record]:

@@ -118,7 +118,7 @@ class EagleLayout(DrafterLayout):
         self, network: Eagle, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]
     ) -> BoundEagle:
         ids = jax.device_put(np.arange(network.config.base.vocab_size, dtype=np.int32)) if ids is None else ids
-        return BoundEagle(network, weights["embed"], ids, own_embed="embed" not in shared)
+        return BoundEagle(network, weights["embed"], ids, shared)
 
 
 def _window(settings: Settings) -> int | None:

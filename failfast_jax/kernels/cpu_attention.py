@@ -188,7 +188,7 @@ def _scores(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Funct
         emitter.ask_ahead(emitter.element(k, begin, element), SLOTS_AT_ONCE * head_dim * llvm_emitter.BYTES[dtype])
         totals = [llvm_emitter.vector([0.0] * lanes)] * (rows * SLOTS_AT_ONCE)
         for column in range(0, head_dim, lanes):
-            at = [emitter.add(begin, constant(one * head_dim + column)) for one in range(SLOTS_AT_ONCE)]
+            at = [emitter.add(begin, constant(near * head_dim + column)) for near in range(SLOTS_AT_ONCE)]
             places = [emitter.element(k, place, element) for place in at]
             keys = [emitter.floats(place, lanes, dtype) for place in places]
             starts = [emitter.element(q, constant(row * head_dim + column)) for row in range(rows)]
@@ -279,7 +279,7 @@ def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function
 
 
 def _join(emitter: Emitter, out, sums, *, pairs, count, chunks, head_dim: int) -> None:
-    """Of each row the sum over chunks, in their order, over the sum of weights; zeros where it sees nothing."""
+    """Divides each row's sum over chunks, in their order, by its sum of weights; zeros where it sees nothing."""
     lanes = column_lanes(head_dim)
     columns, size = range(0, head_dim, lanes), constant(head_dim)
     zero, hidden = llvm_emitter.vector([0.0] * lanes), llvm_emitter.vector([HIDDEN] * lanes)
@@ -290,8 +290,8 @@ def _join(emitter: Emitter, out, sums, *, pairs, count, chunks, head_dim: int) -
             return emitter.element(sums, emitter.mul(emitter.mul(index, count), constant(head_dim + 2)))
 
         def number(chunk_sums, which: int):
-            behind = emitter.add(emitter.mul(count, constant(head_dim + which)), row)
-            return emitter.repeated(emitter.load(emitter.element(chunk_sums, behind), typ=FLOAT), lanes)
+            place = emitter.add(emitter.mul(count, constant(head_dim + which)), row)
+            return emitter.repeated(emitter.load(emitter.element(chunk_sums, place), typ=FLOAT), lanes)
 
         def higher(chunk, carried):
             return [emitter.intrinsic("maxnum", hidden.type, carried[0], number(place(chunk), 0))]

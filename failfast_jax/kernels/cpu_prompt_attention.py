@@ -24,7 +24,7 @@ from failfast_jax.kernels.plain_attention import HIDDEN
 CHUNK = 256
 """Slots of the cache whose transposed keys lie in a core's second cache."""
 POSITIONS = 32
-"""Of each query head of a KV head that a thread attends for at a time."""
+"""Positions of each query head of a KV head that a thread attends for at a time."""
 ROWS_AT_ONCE = 16
 FLOAT_BYTES = llvm_emitter.BYTES["float32"]
 
@@ -177,7 +177,7 @@ def _room(emitter: Emitter, rows, head_dim: int) -> tuple:
 
 
 def _seen(emitter: Emitter, first, last, rows, capacity, live) -> tuple:
-    """The first chunk's first slot that some row sees, and the slot behind the last one, in whole steps."""
+    """The first chunk's first slot that some row sees, and the slot after the last one, in whole steps."""
 
     def bounds(row, carried):
         low, high = (emitter.load(emitter.element(bound, row, INT), typ=INT) for bound in (first, last))

@@ -71,7 +71,7 @@ def refuses(case: AttentionCase) -> str | None:
 
 
 def split_count(batch: int, kv_heads: int, blocks: int, warpgroups: int, capacity: int) -> int:
-    """Over how many thread blocks the cache of one sequence and KV head is split.
+    """The number of thread blocks over which the cache of one sequence and KV head is split.
 
     A function of static shapes alone: the order of a row's sum must not follow the live length.
     """
@@ -159,7 +159,7 @@ def attend_splits(
             if warpgroups > 1:
                 free = ring[2]
                 plgpu.barrier_arrive(free.at[lax.rem(index, stages)])
-                # One tile behind, so that the first warpgroup need not wait for the others.
+                # One tile later, so that the first warpgroup need not wait for the others.
                 index = index - 1
 
                 @pl.when((thread == 0) & (index >= 0))

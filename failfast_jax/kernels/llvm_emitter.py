@@ -20,7 +20,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 TARGETS = "failfast"
-"""What the names of what XLA calls begin with."""
+"""Prefix of exported symbol names."""
 BYTE, INT, LONG, FLOAT, POINTER = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
 NULL = ir.Constant(POINTER, None)
 ELEMENTS = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType(), "int8": BYTE}
@@ -32,7 +32,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 @dataclasses.dataclass(frozen=True)
 class VectorUnit:
-    """What a core computes with at once."""
+    """Sizes of a core's vector registers."""
 
     lanes: int
     """Float32 numbers in a vector."""
@@ -82,23 +82,23 @@ class Emitter(ir.IRBuilder):
         """`for i in range(begin, end, step): carried = body(i, carried)`.
 
         Returns:
-          What was carried, behind the last turn.
+          The carried values after the last turn.
         """
         before = self.block
-        head, inside, behind = (self.append_basic_block() for _ in range(3))
+        head, inside, after = (self.append_basic_block() for _ in range(3))
         self.branch(head)
         self.position_at_end(head)
         index, *values = (self.phi(type_) for type_ in (LONG, *(value.type for value in carried)))
         for phi, value in zip((index, *values), (constant(0) if begin is None else begin, *carried)):
             phi.add_incoming(value, before)
-        self.cbranch(self.icmp_signed("<", index, end), inside, behind)
+        self.cbranch(self.icmp_signed("<", index, end), inside, after)
         self.position_at_end(inside)
         new = body(index, values) or ()
         following = self.add(index, constant(step) if isinstance(step, int) else step)
         for phi, value in zip((index, *values), (following, *new)):
             phi.add_incoming(value, self.block)
         self.branch(head)
-        self.position_at_end(behind)
+        self.position_at_end(after)
         return values
 
     def c_function(self, name: str, type_, *arguments):
@@ -117,12 +117,12 @@ class Emitter(ir.IRBuilder):
 
     def element(self, pointer, index, type_=FLOAT):
         """Address of an element of an array."""
-        found = self.gep(pointer, [index], source_etype=type_)
-        found.type = POINTER  # llvmlite would have it typed, and refuse to store a vector there
-        return found
+        address = self.gep(pointer, [index], source_etype=type_)
+        address.type = POINTER  # llvmlite would have it typed, and refuse to store a vector there
+        return address
 
     def field(self, pointer, offset: int, type_=POINTER):
-        """What lies so many bytes behind a pointer."""
+        """Loads the value at a byte offset from a pointer."""
         return self.load(self.element(pointer, constant(offset), BYTE), typ=type_)
 
     def floats(self, pointer, lanes: int, dtype: str = "float32"):
@@ -180,7 +180,7 @@ class Emitter(ir.IRBuilder):
         return self.bitcast(self.add(self.bitcast(value, integers), power), x.type)
 
     def ask_ahead(self, pointer, size: int, ahead: int = AHEAD) -> None:
-        """Asks for what lies `ahead` bytes behind the `size` bytes that are read now, into a core's second cache."""
+        """Prefetches the bytes `ahead` of the `size` bytes that are read now, into a core's second cache."""
         name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, INT, INT, INT])
         function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
         read, second_cache, data = (ir.Constant(INT, value) for value in (0, 2, 1))
@@ -256,13 +256,13 @@ class Array:
     """An argument or a result of a call."""
 
     def __init__(self, emitter: Emitter, buffer: ir.Value):
-        # Read where the array is first named, so that all of its later uses come behind.
+        # Read where the array is first named, so that all of its uses come later.
         self.emitter = emitter
         self.data = emitter.field(buffer, BUFFER_DATA)
         self.sizes = emitter.field(buffer, BUFFER_DIMENSIONS)
 
     def size(self, axis: int) -> ir.Value:
-        """How long an axis is."""
+        """The length of an axis."""
         return self.emitter.field(self.sizes, axis * 8, LONG)
 
     def integer(self) -> ir.Value:
@@ -272,7 +272,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What XLA hands to a handler."""
+    """The call frame that XLA hands to a handler."""
 
     emitter: Emitter
     frame: ir.Value
@@ -286,7 +286,7 @@ class Call:
         return Array(self.emitter, self.emitter.field(self.emitter.field(self.frame, FRAME_RESULTS), index * 8))
 
     def structure(self, *values) -> ir.Value:
-        """What XLA's functions take: a structure that says its size, and that it has no extension."""
+        """Makes the argument of one of XLA's functions: a structure with its size and no extension."""
         values = [constant(8 * (2 + len(values))), NULL, *values]
         place = self.emitter.alloca(LONG, constant(len(values)))
         for index, value in enumerate(values):
@@ -305,15 +305,15 @@ class Call:
         return failed
 
     def threads(self) -> ir.Value:
-        """How many threads XLA computes with."""
-        found = self.emitter.alloca(LONG)
-        self.emitter.store(constant(1), found)
-        self.ask(API_THREADS, self.structure(self.context, found))
-        return self.emitter.load(found, typ=LONG)
+        """The number of threads that XLA computes with."""
+        count = self.emitter.alloca(LONG)
+        self.emitter.store(constant(1), count)
+        self.ask(API_THREADS, self.structure(self.context, count))
+        return self.emitter.load(count, typ=LONG)
 
     @property
     def context(self) -> ir.Value:
-        """What XLA wants to be handed back."""
+        """The context that XLA's functions take."""
         return self.emitter.field(self.frame, FRAME_CONTEXT)
 
 
@@ -369,15 +369,15 @@ def _register(module: ir.Module) -> None:
 _lock = threading.Lock()
 
 
-def registered(make: Callable[..., ir.Module], *how) -> str:
+def registered(make: Callable[..., ir.Module], *arguments) -> str:
     """Name of the FFI target that a module is, compiled once."""
     with _lock:
-        return _compiled(TARGETS, make, *how)
+        return _compiled(TARGETS, make, *arguments)
 
 
 @functools.cache
-def _compiled(names: str, make: Callable[..., ir.Module], *how) -> str:
-    module = make(*how)
+def _compiled(names: str, make: Callable[..., ir.Module], *arguments) -> str:
+    module = make(*arguments)
     _register(module)
     return module.name
 

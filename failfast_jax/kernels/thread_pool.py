@@ -43,15 +43,15 @@ def share_out(call: Call, count, values: Sequence, work: Callable[[Emitter, Any,
     emitter.loop(helpers, 1, ask_for_help)
     emitter.call(pieces, [job])
     done = emitter.element(job, constant(JOB_DONE), BYTE)
-    look, waiting, behind = (emitter.append_basic_block() for _ in range(3))
+    look, waiting, after = (emitter.append_basic_block() for _ in range(3))
     emitter.branch(look)
     emitter.position_at_end(look)
     finished = emitter.load_atomic(done, "acquire", 8, typ=LONG)
-    emitter.cbranch(emitter.icmp_signed("<", finished, count), waiting, behind)
+    emitter.cbranch(emitter.icmp_signed("<", finished, count), waiting, after)
     emitter.position_at_end(waiting)  # for a piece under way, whose thread may have lost its core
     emitter.c_function("sched_yield", INT)
     emitter.branch(look)
-    emitter.position_at_end(behind)
+    emitter.position_at_end(after)
     emitter.call(leave, [job])
 
 
@@ -60,18 +60,18 @@ def _pieces(module: ir.Module, values: Sequence, work: Callable) -> ir.Function:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "pieces")
     function.linkage = "internal"
     emitter, (job,) = Emitter(function.append_basic_block()), function.args
-    inside = [emitter.field(job, JOB_VALUES + 8 * index, value.type) for index, value in enumerate(values)]
+    values = [emitter.field(job, JOB_VALUES + 8 * index, value.type) for index, value in enumerate(values)]
     count = emitter.field(job, JOB_COUNT, LONG)
-    take, one, behind = (emitter.append_basic_block() for _ in range(3))
+    take, inside, after = (emitter.append_basic_block() for _ in range(3))
     emitter.branch(take)
     emitter.position_at_end(take)
     piece = emitter.atomic_rmw("add", emitter.element(job, constant(JOB_NEXT), BYTE), constant(1), "monotonic")
-    emitter.cbranch(emitter.icmp_signed("<", piece, count), one, behind)
-    emitter.position_at_end(one)
-    work(emitter, piece, inside)
+    emitter.cbranch(emitter.icmp_signed("<", piece, count), inside, after)
+    emitter.position_at_end(inside)
+    work(emitter, piece, values)
     emitter.atomic_rmw("add", emitter.element(job, constant(JOB_DONE), BYTE), constant(1), "release")
     emitter.branch(take)
-    emitter.position_at_end(behind)
+    emitter.position_at_end(after)
     emitter.ret_void()
     return function
 

@@ -118,7 +118,7 @@ class Patch:
 
 
 def _first_of(start: Scalar, span: int, capacity: int) -> Scalar:
-    """Where the stretch of whole hardware tiles around a window begins."""
+    """First position of the stretch of whole hardware tiles around a window."""
     first = jnp.minimum(jax.lax.div(start, PACKING) * PACKING, capacity - span)
     return pl.multiple_of(first, PACKING)
 

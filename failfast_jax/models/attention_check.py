@@ -15,11 +15,11 @@ from failfast_jax.kernels.kernel_table import SIMULATED_TPU, attend, kernel_of
 from failfast_jax.models.kv_cache import TPU_TILE, round_up
 
 TOLERANCE = 2e-2
-"""Of attention in bfloat16, relative to its largest output."""
+"""Largest error of attention in bfloat16, relative to its largest output."""
 CACHE_TOLERANCE = 5e-3
-"""Of keys and values in bfloat16, relative to the largest: they are rounded once."""
+"""Largest error of keys and values in bfloat16, relative to the largest: they are rounded once."""
 CALLS = 10
-"""Of one program: copies that race with what they copy need not lose every time."""
+"""Calls of one program: copies that race with what they copy need not lose every time."""
 
 
 def check_attention(
@@ -79,7 +79,7 @@ def check_attention(
     }
 
 
-def is_right(found: dict[str, Any]) -> bool:
+def is_right(result: dict[str, Any]) -> bool:
     """True if what `check_attention` returned is within the tolerances, and the rest exact."""
-    exact = found["others_kept"] and found["repeatable"]
-    return exact and found["error"] < TOLERANCE and found["cache_error"] < CACHE_TOLERANCE  # False for NaN
+    exact = result["others_kept"] and result["repeatable"]
+    return exact and result["error"] < TOLERANCE and result["cache_error"] < CACHE_TOLERANCE  # False for NaN

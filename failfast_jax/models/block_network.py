@@ -15,14 +15,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -31,14 +30,13 @@ from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.kernel_table import attend, write_windows
 from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads
 from failfast_jax.kernels.row_operations import product, xla_product
-from failfast_jax.models import quantization
-from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
+from failfast_jax.models.drafter_model import FEATURE_BLOCK, FeatureModel, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
 from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
-from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution, put
+from failfast_jax.models.sharding import ONE_DEVICE
 from failfast_jax.models.transformer import Decoder
 
 
@@ -52,15 +50,15 @@ class DSparkConfig:
       mask_token_id: what stands for a token that is not known; None: a vector of its own (`row_features`).
       feature_layers: target layers whose outputs it reads (-1: the embedding), in the order of `fc`'s inputs.
       num_target_layers: layers of its target; None: not known.
-      own_row: whether row j drafts the token at its own position (z-lab) or the one behind it (DeepSpec).
+      own_row: row j drafts the token at its own position (z-lab), not the next one (DeepSpec).
       markov: kind of its Markov head, one of `markov.MARKOV_HEADS`, or None.
       markov_rank: size of the Markov head's vectors.
-      confidence: whether it has a confidence head.
-      confidence_sees_markov: whether that reads the token before each row, too.
+      confidence: it has a confidence head.
+      confidence_sees_markov: which reads the token before each row, too.
       draft_vocab: tokens that it can draft; None: the whole vocabulary.
       sliding_windows: by layer, how many positions a row sees, its own included, counted back from its own; None:
         all. With a window of 4 the row at position 9 sees 6, 7, 8 and 9, be they context or rows of its block.
-      sliding_is_causal: whether rows of such a layer see no later row of their block.
+      sliding_is_causal: rows of such a layer see no later row of their block.
       full_is_causal: likewise rows of the other layers.
       row_features: target layers whose outputs at the position before the root's enter every row; a draft is then one
         block at most. (): rows are embeddings.
@@ -101,13 +99,13 @@ class DSparkConfig:
         return "failfast" if self.row_features else self.published_method
 
     def columns(self, layers: tuple[int, ...]) -> np.ndarray:
-        """Where features have these target layers."""
+        """Columns of features that hold these target layers."""
         return np.asarray([self.feature_layers.index(layer) for layer in layers])
 
 
 class RowInputs(nnx.Module):
-    """What enters a block's rows: the token, or a learned vector for none, the row's place, and features of the
-    position before the root's."""
+    """Inputs of a block's rows: the token, or a learned vector for none, the row's place, and features of the position
+    before the root's."""
 
     def __init__(self, config: DSparkConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         size, wide = config.base.hidden_size, config.base.hidden_size * len(config.row_features)
@@ -152,7 +150,7 @@ class DSpark(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the parameters and the cache."""
+        """The dtype of the parameters and the cache."""
         return self.norm.weight[...].dtype
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
@@ -166,7 +164,7 @@ class DSpark(nnx.Module):
         known: Bool[Array, "*B R"],
         features: Float[Array, "*B F E"],
     ) -> Float[Array, "*B R E"]:
-        """What enters the first layer for the rows of a block.
+        """Inputs of the first layer for the rows of a block.
 
         Args:
           tokens: anything where `known` is false.
@@ -208,7 +206,7 @@ class DSpark(nnx.Module):
     ) -> tuple[Float[Array, "B R E"], KVCache]:
         """Hidden states (after the final norm) of a block whose first row is position `start`, over the cached context.
 
-        The block's own keys and values are left in the cache behind the context; what is committed overwrites them
+        The block's own keys and values are left in the cache after the context; what is committed overwrites them
         (`store`).
 
         Args:
@@ -221,7 +219,7 @@ class DSpark(nnx.Module):
     def _block(self, rows, cache, start, used, live):
         kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(rows.shape[1]))
-        # Every row sees the whole block, but not the padding behind it.
+        # Every row sees the whole block, but not the padding after it.
         window = Window(cos, sin, start, live, until=start + used - 1)
         x = rows.astype(self.dtype)
         keys, values = list(cache.k), list(cache.v)
@@ -294,7 +292,7 @@ def block_attention(
 
 
 @flax.struct.dataclass
-class DSparkModel:
+class DSparkModel(FeatureModel):
     """A drafter with an embedding and a head, its target's wherever they are the same; a `DrafterModel`."""
 
     network: DSpark
@@ -303,34 +301,16 @@ class DSparkModel:
     draft_ids: Int[Array, " v"] | None = None
     """Token id of each row of the head; None: the whole vocabulary."""
     shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed", "head"))
-    """Which of the two are the target's."""
+    """Names of those of the two that are the target's."""
     kind: ClassVar[Kind] = FEATURE_BLOCK
-    context: ClassVar[None] = None
 
     @property
     def method(self) -> str:
         return self.config.method
 
     @property
-    def config(self) -> DSparkConfig:
-        """The network's."""
-        return self.network.config
-
-    @property
-    def execution(self) -> Execution:
-        return self.network.execution
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.network.dtype
-
-    @property
     def rows(self) -> int:
         return self.config.rows
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.config.feature_layers
 
     def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
         """Float32 logits of hidden states over the tokens that it can draft, before the Markov head."""
@@ -344,37 +324,6 @@ class DSparkModel:
         wide = jnp.full((*logits.shape[:-1], self.embed.shape[0]), -jnp.inf)
         return wide.at[..., self.draft_ids].set(logits)
 
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
-        return self.network.init_cache(batch, capacity)
-
-    def shares_tokens(self, target: ModelConfig) -> bool:
-        return True
-
-    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> DSparkModel:
-        """With its execution set: its layers whole on every device of a mesh, embedding and head by vocabulary."""
-        network = copy.copy(self.network)
-        network.execution = Execution(kernel=kernel, mesh=mesh)
-        if mesh is None:
-            return self.replace(network=network)
-
-        def by_rows(weight: Array) -> Array:
-            even = weight.shape[0] % mesh.shape[TENSOR] == 0
-            return put(weight, NamedSharding(mesh, P(TENSOR if even else None)))
-
-        everywhere = NamedSharding(mesh, P())
-        whole = jax.tree.map(lambda x: put(x, everywhere), (network, self.draft_ids))
-        rows = {"embed": by_rows(self.embed), "head": by_rows(self.head)}
-        return self.replace(network=whole[0], draft_ids=whole[1], **rows)
-
-    def quantized(self, scheme: str = "int8") -> DSparkModel:
-        """With the matrices of its network quantised, not those that it may share with its target.
-
-        Raises:
-          OptionError: see `quantization.check`.
-        """
-        quantization.check(scheme)
-        return self.replace(network=quantization.with_rounded_matrices(self.network))
-
     def without_heads(self) -> DSparkModel:
         """Its backbone alone, without Markov and confidence heads."""
         if self.config.published_method == "dflash":
@@ -384,17 +333,6 @@ class DSparkModel:
         network.config = dataclasses.replace(network.config, **none)
         network.markov = network.confidence = None
         return self.replace(network=network)
-
-    def shape_key(self) -> dict[str, Any]:
-        config = dataclasses.asdict(self.config)
-        del config["base"]
-        if not self.config.full_is_causal:  # settings files from before there was this field still fit
-            del config["full_is_causal"]
-        own = {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
-        return self.config.base.shape_key() | own
-
-    def own_parameters(self) -> list[jax.Array]:
-        return jax.tree.leaves((self.network, [getattr(self, n) for n in ("embed", "head") if n not in self.shared]))
 
 
 def bind(network: DSpark, target: Decoder, draft_ids: np.ndarray | None = None) -> DSparkModel:

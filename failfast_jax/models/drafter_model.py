@@ -8,16 +8,18 @@ layer that continues from its own hidden states). The passes of models differ to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+import copy
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from failfast_jax.models import quantization
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import Execution
+from failfast_jax.models.sharding import TENSOR, Execution, put
 
 AUTOREGRESSIVE, BLOCK_DIFFUSION = "autoregressive", "block-diffusion"
 FEATURE_BLOCK, EAGLE = "feature-block", "eagle"
@@ -75,8 +77,65 @@ class DrafterModel(Protocol):
     def quantized(self, scheme: str) -> DrafterModel:
         """The model with the weight of every `Linear` of its own quantised; see `quantization`."""
 
-    def shape_key(self) -> Mapping[str, Any]:
-        """JSON-ready; what tells models of another shape from it."""
 
-    def own_parameters(self) -> list[jax.Array]:
-        """Its parameters, less those that it borrows from its target."""
+class FeatureModel:
+    """Base of models that read the target's hidden states: a network, and the embedding and head that it is bound to.
+
+    Subclasses are pytrees with the fields `network`, `embed`, `draft_ids` and `shared`, the names of those of `embed`
+    and `head` that are the target's.
+    """
+
+    context: ClassVar[None] = None
+
+    @property
+    def config(self) -> Any:
+        """The network's."""
+        return self.network.config
+
+    @property
+    def execution(self) -> Execution:
+        """The network's."""
+        return self.network.execution
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The network's."""
+        return self.network.dtype
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target layers (0-based; -1: the embedding) whose outputs it reads."""
+        return self.config.feature_layers
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of the network."""
+        return self.network.init_cache(batch, capacity)
+
+    def shares_tokens(self, target: ModelConfig) -> bool:
+        """Returns true: it was trained for its target."""
+        return True
+
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> FeatureModel:
+        """With its execution set: its layers whole on every device of a mesh, embedding and head by vocabulary."""
+        network = copy.copy(self.network)
+        network.execution = Execution(kernel=kernel, mesh=mesh)
+        model = self.replace(network=network)
+        if mesh is None:
+            return model
+
+        def spread_rows(weight: jax.Array) -> jax.Array:
+            even = weight.shape[0] % mesh.shape[TENSOR] == 0
+            return put(weight, NamedSharding(mesh, P(TENSOR if even else None)))
+
+        large = {name: getattr(self, name) for name in ("embed", "head") if hasattr(self, name)}
+        network, ids = jax.tree.map(lambda x: put(x, NamedSharding(mesh, P())), (network, self.draft_ids))
+        return self.replace(network=network, draft_ids=ids, **jax.tree.map(spread_rows, large))
+
+    def quantized(self, scheme: str = "int8") -> FeatureModel:
+        """With the matrices of its network quantised, not those that it may share with its target.
+
+        Raises:
+          OptionError: see `quantization.check`.
+        """
+        quantization.check(scheme)
+        return self.replace(network=quantization.with_rounded_matrices(self.network))

@@ -7,7 +7,6 @@ grows by one pass a token, and once the target has seen the tokens their pairs a
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from typing import Any, ClassVar
@@ -16,23 +15,21 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels.attention_window import LayerCache, Window
 from failfast_jax.kernels.kernel_table import attend
-from failfast_jax.models import quantization
-from failfast_jax.models.drafter_model import EAGLE, Kind
+from failfast_jax.models.drafter_model import EAGLE, FeatureModel, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
-from failfast_jax.models.sharding import ONE_DEVICE, Execution, put
+from failfast_jax.models.sharding import ONE_DEVICE
 
 EACH, TOGETHER = "each", "together"
-"""How features are normed before they are fused: each by a norm of its own, or all by one."""
+"""Norms of features before they are fused: one for each, or one for all."""
 ROWS = 8
 """On accelerators passes are padded to multiples of this."""
 
@@ -46,10 +43,10 @@ class EagleConfig:
       feature_layers: target layers (0-based; -1: the embedding) whose outputs are a pair's features.
       draft_vocab: tokens that it may draft.
       chain: tokens of the chains that training unrolled; None: its publishers draft trees.
-      normed_residual: whether the normed hidden state, and not the hidden state itself, is the layer's residual.
+      normed_residual: the normed hidden state, and not the hidden state itself, is the layer's residual.
       feature_norms: `EACH`, `TOGETHER`, or None: features are fused as they are.
-      normed_output: whether the output after the last norm is the next pair's hidden state, and not that before it.
-      sliding_window: how many pairs a pair sees, itself included; None: all before it.
+      normed_output: the output after the last norm is the next pair's hidden state, and not that before it.
+      sliding_window: pairs that a pair sees, itself included; None: all before it.
     """
 
     base: ModelConfig
@@ -86,13 +83,13 @@ class EagleLayer(nnx.Module):
 
 @flax.struct.dataclass
 class Level:
-    """Where the pairs of one pass stand if they are a level of a tree: their positions are not their slots."""
+    """Places of the pairs of one pass that are a level of a tree: their positions are not their slots."""
 
     positions: Int[Array, "B W"]
     first: Int[Array, " B"]
     """Cache slot of the tree's first pair."""
     visible: Bool[Array, "B W C"]
-    """Which of the slots from there on each pair sees: its ancestors and itself."""
+    """The slots from there on that each pair sees: its ancestors and itself."""
 
 
 class Eagle(nnx.Module):
@@ -114,7 +111,7 @@ class Eagle(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the parameters and the cache."""
+        """The dtype of the parameters and the cache."""
         return self.norm.weight[...].dtype
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
@@ -142,7 +139,7 @@ class Eagle(nnx.Module):
     ) -> tuple[Float[Array, "B W E"], KVCache]:
         """One pass over pairs at slots `start .. start + W - 1` of each sequence, whose keys and values it writes.
 
-        Up to `ROWS - 1` slots behind them are overwritten, too: accelerators compute whole tiles of rows.
+        Up to `ROWS - 1` slots after them are overwritten, too: accelerators compute whole tiles of rows.
 
         Args:
           embedded: embeddings of the pairs' tokens.
@@ -150,7 +147,7 @@ class Eagle(nnx.Module):
           level: the pairs are a level of a tree; None: they stand at the positions `start ...`.
 
         Returns:
-          Hidden states of the pairs behind (see `logits_of`), and the cache.
+          Hidden states of the next pairs (see `logits_of`), and the cache.
         """
         # A drafter as small as this is computed whole on every device of a mesh.
         run = self.execution.per_device(Eagle._pairs, P(), P())
@@ -187,71 +184,16 @@ class Eagle(nnx.Module):
 
 
 @flax.struct.dataclass
-class BoundEagle:
+class BoundEagle(FeatureModel):
     """An EAGLE-3 drafter with an embedding and the tokens it drafts; a `drafter_model.DrafterModel`."""
 
     network: Eagle
     embed: Float[Array, "V E"] | None
-    """Its target's, if its own is the same or there is none."""
+    """None: there is none yet."""
     draft_ids: Int[Array, " v"]
     """Token id of each row of the head."""
-    own_embed: bool = flax.struct.field(pytree_node=False, default=False)
-    """Whether the embedding is not its target's."""
+    shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed",))
+    """`("embed",)` if the embedding is its target's, else `()`."""
     kind: ClassVar[Kind] = EAGLE
     method: ClassVar[str] = "eagle3"
-    context: ClassVar[None] = None
     rows: ClassVar[None] = None
-
-    @property
-    def config(self) -> EagleConfig:
-        """The network's."""
-        return self.network.config
-
-    @property
-    def execution(self) -> Execution:
-        return self.network.execution
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.network.dtype
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.config.feature_layers
-
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
-        return self.network.init_cache(batch, capacity)
-
-    def shares_tokens(self, target: ModelConfig) -> bool:
-        return True
-
-    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> BoundEagle:
-        """With its execution set, whole on every device of a mesh; a target's embedding stays spread like it."""
-        network = copy.copy(self.network)
-        network.execution = Execution(kernel=kernel, mesh=mesh)
-        model = self.replace(network=network)
-        if mesh is None:
-            return model
-        everywhere = NamedSharding(mesh, P())
-        whole = jax.tree.map(lambda x: put(x, everywhere), model.replace(embed=self.embed if self.own_embed else None))
-        return whole if self.own_embed else whole.replace(embed=self.embed)
-
-    def quantized(self, scheme: str = "int8") -> BoundEagle:
-        """With the matrices of its network quantised, not its embedding.
-
-        Raises:
-          OptionError: see `quantization.check`.
-        """
-        quantization.check(scheme)
-        return self.replace(network=quantization.with_rounded_matrices(self.network))
-
-    def shape_key(self) -> dict[str, Any]:
-        config = dataclasses.asdict(self.config) | {"feature_layers": list(self.feature_layers)}
-        del config["base"]
-        for name in ("feature_norms", "normed_output", "sliding_window"):
-            if not config[name]:  # settings files from before there were these fields still fit
-                del config[name]
-        return {**self.config.base.shape_key(), **config}
-
-    def own_parameters(self) -> list[jax.Array]:
-        return jax.tree.leaves((self.network, self.embed if self.own_embed else None))

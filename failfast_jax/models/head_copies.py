@@ -15,7 +15,7 @@ from jaxtyping import Array
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.layers import Attention
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import Axes, put, whole
+from failfast_jax.models.sharding import Axis, put, whole
 
 
 def config_with_copies(config: ModelConfig, copies: int) -> ModelConfig:
@@ -24,7 +24,7 @@ def config_with_copies(config: ModelConfig, copies: int) -> ModelConfig:
     return dataclasses.replace(config, num_kv_heads=heads * copies, num_heads=heads * _padded_group(config, copies))
 
 
-def attention_with_copies(attention: Attention, copies: int, mesh: Mesh, axis: Axes) -> Attention:
+def attention_with_copies(attention: Attention, copies: int, mesh: Mesh, axis: Axis) -> Attention:
     """The same attention with each KV head stored `copies` times, the leading axis of `qkv` spread over `axis`."""
     config, clone = attention.config, copy.copy(attention)
     clone.config = config_with_copies(config, copies)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Axes, Execution, total
+from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, total
 
 
 class Linear(nnx.Module):
@@ -37,7 +37,7 @@ class Linear(nnx.Module):
         self,
         x: Float[Array, "*R I"],
         preferred: DTypeLike | None = None,
-        over: Axes = None,
+        over: Axis = None,
         multiply: Callable[..., Array] = product,
     ) -> Float[Array, "*R O"]:
         """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
@@ -48,7 +48,7 @@ class Linear(nnx.Module):
         which: slice,
         x: Float[Array, "*R I"],
         preferred: DTypeLike | None = None,
-        over: Axes = None,
+        over: Axis = None,
         multiply: Callable[..., Array] = product,
     ) -> Float[Array, "*R O"]:
         """Only some of the outputs: a slice of the last output axis."""
@@ -81,7 +81,7 @@ def unit_rms(x: Float[Array, "*R E"], eps: float) -> Float[Array, "*R E"]:
 
 
 Attend = Callable[[Array], tuple[Array, Any]]
-"""What lies between a layer's two projections: from the fused heads `[*R, K, G + 2, H]` (of each KV head its queries,
+"""All between a layer's two projections: from the fused heads `[*R, K, G + 2, H]` (of each KV head its queries,
 its key and its value, not rotated) to the heads' output `[*R, Q, H]`, and whatever it carries, such as a cache."""
 
 
@@ -104,13 +104,13 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)
 
     @jax.named_scope("attention")
-    def __call__(self, x: Float[Array, "*R I"], attend: Attend, over: Axes = None) -> tuple[Float[Array, "*R E"], Any]:
-        """What attention adds to the residual stream, and what `attend` carries; `over`: see `Linear`."""
+    def __call__(self, x: Float[Array, "*R I"], attend: Attend, over: Axis = None) -> tuple[Float[Array, "*R E"], Any]:
+        """Returns the addition to the residual stream, and what `attend` carries; `over`: see `Linear`."""
         heads, carry = attend(self.heads(x))
         return self.output(heads, over), carry
 
     def heads(self, x: Float[Array, "*R I"]) -> Float[Array, "*R K G2 H"]:
-        """Of each KV head its query heads, its key and its value, not rotated.
+        """Projects to the query heads, the key and the value of each KV head, not rotated.
 
         A device may hold a part of the heads: the weight knows how many.
         """
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
         k, v = heads[..., 0, :], heads[..., 1, :]
         return k if self.k_norm is None else self.k_norm(k), v
 
-    def output(self, heads: Float[Array, "*R Q H"], over: Axes = None) -> Float[Array, "*R E"]:
+    def output(self, heads: Float[Array, "*R Q H"], over: Axis = None) -> Float[Array, "*R E"]:
         """The output projection of all heads."""
         return self.o(heads.reshape(*heads.shape[:-2], -1), over=over)
 
@@ -146,7 +146,7 @@ class MLP(nnx.Module):
         self.down = make((config.hidden_size,), config.intermediate_size)
 
     @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "*R E"], over: Axes = None) -> Float[Array, "*R E"]:
+    def __call__(self, x: Float[Array, "*R E"], over: Axis = None) -> Float[Array, "*R E"]:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up, over=over)
 

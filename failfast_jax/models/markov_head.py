@@ -33,7 +33,7 @@ class MarkovHead(nnx.Module):
         self.joint = make((3 * rank,), size + 2 * rank, bias=True) if kind == "rnn" else None
 
     def embedded(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R r"]:
-        """Of the tokens before the rows."""
+        """Codes of the preceding tokens."""
         return self.w1[...][tokens]
 
     def step(
@@ -54,5 +54,5 @@ class MarkovHead(nnx.Module):
         return gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(out)
 
     def bias(self, code: Float[Array, "*R r"]) -> Float[Array, "*R v"]:
-        """What a row's logits gain (float32)."""
+        """The addition to a row's logits (float32)."""
         return self.w2(code, jnp.float32)

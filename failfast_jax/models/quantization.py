@@ -76,8 +76,8 @@ def _round(weight):
     import qwix
 
     # From bfloat16 the quotients themselves would be rounded: to halves above 64.
-    found = qwix.quantize(weight.astype(jnp.float32), jnp.int8, channelwise_axes=range(weight.ndim - 1))
-    return found.qvalue, found.scale
+    quantized = qwix.quantize(weight.astype(jnp.float32), jnp.int8, channelwise_axes=range(weight.ndim - 1))
+    return quantized.qvalue, quantized.scale
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def rounder(place: jax.sharding.Sharding, ndim: int) -> Callable:
 
 
 def _places(place: jax.sharding.Sharding | None, ndim: int) -> tuple[Any, Any]:
-    """Where integers and scales lie: as their weight, but for its inputs."""
+    """Shardings of integers and scales: the weight's, except for its inputs."""
     if not isinstance(place, NamedSharding):
         return place, place
     spec = (*place.spec, *[None] * (ndim - len(place.spec)))

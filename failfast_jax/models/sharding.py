@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,31 +23,30 @@ from jaxtyping import Array, Float
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels.kernel_table import KERNELS, SIMULATED_TPU, TPU_KERNELS, device_of, kernel_of
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.util import hardware
 
-Axes = str | tuple[str, ...] | None
-"""Mesh axes that a dimension of an array is spread over."""
+Axis = str | None
+"""Mesh axis that a dimension of an array is spread over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How a model runs; static, part of the key of every compilation.
+    """Kernel and devices of a model; static, part of the key of every compilation.
 
     Attributes:
       kernel: one of `kernel_table.KERNELS`; None chooses by platform.
       mesh: devices that the model is spread over; None for one device.
       batch: mesh axis of the batch; None: every device has the whole batch.
-      heads: mesh axes of the KV heads; None: every device computes all of them.
-      mlp: mesh axes of the MLP's inner features; None: every device computes all of them.
-      vocab: mesh axes of the rows of embedding and head; None: every device has all of them.
+      heads: mesh axis of the KV heads; None: every device computes all of them.
+      mlp: mesh axis of the MLP's inner features; None: every device computes all of them.
+      vocab: mesh axis of the rows of embedding and head; None: every device has all of them.
     """
 
     kernel: str | None = None
     mesh: Mesh | None = None
     batch: str | None = None
-    heads: Axes = None
-    mlp: Axes = None
-    vocab: Axes = None
+    heads: Axis = None
+    mlp: Axis = None
+    vocab: Axis = None
 
     def __post_init__(self) -> None:
         if self.kernel is not None and self.kernel not in KERNELS:
@@ -67,7 +65,7 @@ class Execution:
         return self.kernel if self.kernel and kernel == "tpu" else kernel
 
     def tpu_shapes(self, dtype: DTypeLike, head_dim: int) -> bool:
-        """Whether a model's windows and caches must have the shapes and the layout that the TPU's kernels take."""
+        """True if a model's windows and caches need the shapes and the layout that the TPU's kernels take."""
         return self.resolved(dtype, head_dim) in TPU_KERNELS
 
     def per_device(self, function: Callable, specs: Any, out_specs: Any) -> Callable:
@@ -77,17 +75,14 @@ class Execution:
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
     def rows_spec(self, width: int) -> P:
-        """Of `[B, W, ...]` arrays: rows spread over the devices of a group, if there are as many for each."""
+        """The sharding of `[B, W, ...]` arrays: rows over the devices of a group, if there are as many for each."""
         if self.mesh is None:
             return P(None, None)
-        group = tuple(axis for axis in self.mesh.axis_names if axis != DATA)
-        return P(self.batch, group if width % self.parts(group) == 0 else None)
+        return P(self.batch, TENSOR if width % self.parts(TENSOR) == 0 else None)
 
-    def parts(self, axes: Axes) -> int:
-        """Over how many devices something is spread that lies along mesh axes: 1 if along none."""
-        if self.mesh is None or axes is None:
-            return 1
-        return math.prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+    def parts(self, axis: Axis) -> int:
+        """The number of devices along a mesh axis; 1 if there is none."""
+        return 1 if self.mesh is None or axis is None else self.mesh.shape[axis]
 
 
 ONE_DEVICE = Execution()
@@ -98,8 +93,6 @@ Blocks = Mapping[Block, np.ndarray]
 
 DATA, TENSOR = "data", "tensor"
 """Mesh axes: of the batch, and of everything else."""
-COPIES = "copies"
-"""Mesh axis, before `TENSOR`, of a drafter with fewer KV heads than there are devices: of equal devices as to heads."""
 
 LOGICAL_AXES = (
     (r"embed$", ("vocab", None)),
@@ -117,7 +110,7 @@ LOGICAL_AXES = (
 
 
 def parameter_spec(name: str, execution: Execution) -> P:
-    """How a parameter is spread; `name` is its path, joined by dots."""
+    """The sharding of a parameter; `name` is its path, joined by dots."""
     for pattern, axes in LOGICAL_AXES:
         if re.search(pattern, name):
             return P(*(axis and getattr(execution, axis) for axis in axes))
@@ -137,7 +130,7 @@ def name_of(path: Sequence[Any]) -> str:
     return ".".join(part for part in parts if part not in ("", "value"))
 
 
-def total(x: Float[Array, "*R E"], axis: Axes) -> Float[Array, "*R E"]:
+def total(x: Float[Array, "*R E"], axis: Axis) -> Float[Array, "*R E"]:
     """Sum of the devices' parts along a mesh axis."""
     return x if axis is None else jax.lax.psum(x, axis)
 
@@ -211,13 +204,13 @@ def _gathered(place: NamedSharding) -> Callable:
 
 
 def equal(value: np.ndarray, array: jax.Array) -> bool:
-    """Whether an array holds these values, on whichever processes it lies."""
+    """True if an array holds these values, on whichever processes it lies."""
     if array.is_fully_addressable:
         return np.array_equal(value, np.asarray(array))
     return bool(_equal(put(value, array.sharding), array))
 
 
-_equal = jax.jit(lambda one, other: (one == other).all())
+_equal = jax.jit(lambda x, y: (x == y).all())
 
 
 def constrain_rows(tree: Any, execution: Execution) -> Any:
@@ -252,7 +245,7 @@ def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] 
     if processes > 1 and tensor * data < count:
         raise OptionError(
             f"--tensor-parallel {tensor} (x {data} data-parallel): {processes} processes have {count} devices "
-            f"together, and all take part{'' if config is None else f'; {_advice(config(), data, count)}'}"
+            f"together, and all take part{'' if config is None else f'; {_advice(config(), count)}'}"
         )
     return mesh_of(jax.devices()[: tensor * data], data)
 
@@ -264,57 +257,25 @@ def mesh_of(devices: Sequence[Any], data: int = 1) -> Mesh:
 
 
 def kv_copies(config: ModelConfig, tensor: int) -> int | None:
-    """How often each KV head is stored so that every device has one; None where the counts do not fit."""
+    """Copies of each KV head so that every device has one; None where the counts do not fit."""
     if config.num_kv_heads % tensor == 0:
         return 1
     copies, rest = divmod(tensor, config.num_kv_heads)
     return copies if rest == 0 else None
 
 
-def copies_work_alike(config: ModelConfig, device: Any, tensor: int, rows: int = 32) -> bool:
-    """Whether devices that hold a copy of the same KV head should all compute all of its query heads, instead of a part
-    of them each.
-
-    Each then reads more weights, but the sum behind attention is over as many devices as there are KV heads, and a
-    small model spread over many chips spends most of its time on sums. By the published figures of TPUs; never for
-    other devices, of which nothing is known here.
-
-    Args:
-      rows: of a pass, in all.
-    """
-    chip = hardware.CHIPS.get(device.device_kind)
-    if chip is None:
-        return False
-    width, heads = config.hidden_size, config.num_kv_heads
-    weights = 2 * width * config.head_dim * 2 * (config.num_heads + heads)
-    read = weights * (1 / heads - 1 / tensor) / (chip.bandwidth * chip.streaming)
-    size = 2 * rows * width
-    saved = hardware.allreduce_s(chip, tensor, size) - hardware.allreduce_s(chip, heads, size)
-    return saved > 1.5 * read  # with less, compiled programs did not gain
-
-
-def _advice(config: ModelConfig, data: int, count: int) -> str:
-    """What would do for a model on `count` devices, of which several processes must take all."""
-    alone = jax.process_count() == 1
-    most = count // data if alone else 2 * max(count, config.num_kv_heads)
-    fine = [n for n in range(1, most + 1) if kv_copies(config, n) and config.intermediate_size % n == 0]
-    if alone:
-        return f"{', '.join(map(str, fine))} would do"
-    if count % data == 0 and count // data in fine:
-        return f"--tensor-parallel {count // data} would do"
-    tensor = max(n for n in fine if count % n == 0)
-    return (
-        f"this model takes {', '.join(map(str, fine))} devices together; or, from Python and for batches, in groups: "
-        f"FailFast.load(..., tensor_parallel={tensor}, data_parallel={count // tensor})"
-    )
+def _advice(config: ModelConfig, count: int) -> str:
+    """Names the numbers of devices that divide a model."""
+    fits = [n for n in range(1, count + 1) if kv_copies(config, n) and config.intermediate_size % n == 0]
+    return f"tensor parallelism of this model takes {', '.join(map(str, fits))}"
 
 
 def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kernel: str | None = None) -> Execution:
-    """How a model runs on a mesh of `make_mesh`.
+    """The execution of a model on a mesh of `make_mesh`.
 
     What does not divide evenly stays whole on every device: the vocabulary of any model, the heads and the MLP of
     a drafter. A target's KV heads are copied until every device has one (`Decoder.with_execution`), and its query heads
-    divided among the copies; a drafter's too, unless `copies_work_alike`.
+    divided among the copies.
 
     Raises:
       OptionError: the target's heads or its MLP do not divide over the devices.
@@ -328,19 +289,14 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
         )
         raise OptionError(
             f"--tensor-parallel {tensor}: {what} cannot be spread evenly over {tensor} devices; "
-            f"{_advice(config, data, max(mesh.size, len(jax.devices())))}"
+            f"{_advice(config, max(mesh.size, len(jax.devices())))}"
         )
-    spread: Axes = TENSOR if tensor > 1 else None
-    some = spread
-    if drafter and heads and copies > 1 and copies_work_alike(config, device_of(kernel, mesh.devices.flat[0]), tensor):
-        grid = mesh.devices.reshape(data, copies, config.num_kv_heads)
-        mesh = Mesh(grid, (DATA, COPIES, TENSOR), axis_types=(AxisType.Auto,) * 3)
-        spread = (COPIES, TENSOR)
+    spread = TENSOR if tensor > 1 else None
     return Execution(
         kernel=kernel,
         mesh=mesh,
         batch=DATA if data > 1 else None,
-        heads=some if heads else None,
+        heads=spread if heads else None,
         mlp=spread if mlp else None,
         vocab=spread if config.vocab_size % tensor == 0 else None,
     )
@@ -355,7 +311,7 @@ def check_batch(batch: int, mesh: Mesh) -> None:
 
 
 def placement(config: ModelConfig, mesh: Mesh, *, drafter: bool = False) -> Callable[[str, tuple[int, ...]], Any]:
-    """Where each parameter of a model goes as it is read: `checkpoints.checkpoint.Place`."""
+    """The sharding of each parameter of a model as it is read: `checkpoints.checkpoint.Place`."""
     execution = execution_of(config, mesh, drafter=drafter)
     if kv_copies(config, execution.parts(execution.heads)) != 1:
         # Copied once they are all there.

@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations and caches."""
+        """The dtype of activations and caches."""
         return self.norm.weight[...].dtype
 
     @property
@@ -121,8 +121,8 @@ class Decoder(nnx.Module):
         def look_up(embed, tokens):
             local = tokens - jax.lax.axis_index(axis) * embed.shape[0]
             inside = (local >= 0) & (local < embed.shape[0])
-            found = embed[jnp.where(inside, local, 0)].astype(self.dtype)
-            return total(jnp.where(inside[..., None], found, 0), axis)
+            rows = embed[jnp.where(inside, local, 0)].astype(self.dtype)
+            return total(jnp.where(inside[..., None], rows, 0), axis)
 
         rows = P(self.execution.batch)
         return self.execution.per_device(look_up, (P(axis), rows), rows)(self.embed[...], tokens)
@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
 
         Args:
           start: the window's.
-          slots: slots within the window of the tokens to keep, in order; anything behind their end.
+          slots: slots within the window of the tokens to keep, in order; anything after their end.
         """
         rows, place = P(self.execution.batch), P(self.execution.batch, self.execution.heads)
         fixed = self.execution.tpu_shapes(self.dtype, self.config.head_dim)
@@ -322,14 +322,8 @@ class Decoder(nnx.Module):
         return self.config.max_position_embeddings
 
     def shares_tokens(self, target: ModelConfig) -> bool:
-        """Whether its tokens are the target's, and its mask the row behind them."""
+        """True if its tokens are the target's, and its mask the row after them."""
         return self.config == target.with_mask_row(self.config.num_layers, self.config.block_size)
-
-    def shape_key(self) -> dict[str, Any]:
-        return self.config.shape_key()
-
-    def own_parameters(self) -> list[jax.Array]:
-        return jax.tree.leaves(self)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -22,7 +22,7 @@ COUNTERS = {
     "busy_rows": "rows that decoded, summed over slices",
     "decode_s": "time spent decoding",
 }
-"""Fields of `scheduler.Counts`."""
+"""Fields of `scheduler.SchedulerCounts`."""
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens", "decode_s": "decode_seconds"}
 """Metrics whose names differ from their fields'."""
 

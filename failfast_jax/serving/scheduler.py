@@ -70,7 +70,7 @@ class Job:
 
 
 @dataclasses.dataclass
-class Counts:
+class SchedulerCounts:
     """Totals of a scheduler. `reused_tokens` are part of `prompt_tokens`; `busy_rows` is summed over slices; `rounds`,
     `drafted` and `accepted` count finished requests; `finished` counts the `ended` requests by reason."""
 
@@ -162,7 +162,7 @@ class Scheduler:
         self._waiting: collections.deque[Job] = collections.deque()
         self._current: _Prefill | None = None
         self._clock = itertools.count(1)
-        self.counts = Counts()
+        self.counts = SchedulerCounts()
         self.single.prepare_any()
         self.session.wait()
         self.costs = None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import types
 
 import jax
 import pytest
 from checkpoint_files import run_python
 from jax.sharding import PartitionSpec as P
-from tiny_models import diffusion_config, random_model, tiny_config
+from tiny_models import random_model, tiny_config
 
 from failfast_jax.errors import OptionError
 from failfast_jax.models import sharding
@@ -68,9 +67,7 @@ def test_int8_is_rounded_in_place_and_spread_like_its_floats(report):
 def test_what_cannot_be_spread_is_refused(report):
     devices, heads, batch = report["errors"]
     assert devices == "--tensor-parallel 16 (x 1 data-parallel): there are 8 cpu devices"
-    assert heads.startswith("--tensor-parallel 3: 4 key and value heads cannot") and heads.endswith(
-        "; 1, 2, 4, 8 would do"
-    )
+    assert heads.startswith("--tensor-parallel 3: 4 key and value heads cannot") and heads.endswith(" 1, 2, 4, 8")
     assert batch.startswith("a batch of 3 over 2 data-parallel groups")
 
 
@@ -79,27 +76,6 @@ def test_what_cannot_be_spread_is_refused(report):
 )
 def test_kv_heads_are_copied_where_there_are_fewer_than_devices(kv_heads, heads, devices, copies):
     assert sharding.kv_copies(tiny_config(num_heads=heads, num_kv_heads=kv_heads), devices) == copies
-
-
-def test_devices_with_copies_of_a_head_may_all_compute_its_attention(report):
-    assert set(report["copies alike"].values()) == {True} and len(report["copies alike"]) == 7
-
-
-@pytest.mark.parametrize(
-    "kind, devices, alike",
-    [
-        ("TPU v6 lite", 8, True),
-        ("TPU v6 lite", 4, False),
-        ("TPU v5 lite", 8, False),
-        ("TPU v5", 4, True),
-        ("cpu", 8, False),
-    ],
-)
-def test_they_do_where_sums_cost_more_than_weights(kind, devices, alike):
-    """Of a drafter of 1.5B: what its passes, compiled both ways, were estimated to take."""
-    sizes = {"hidden_size": 1536, "num_heads": 12, "num_kv_heads": 2, "head_dim": 128}
-    device = types.SimpleNamespace(device_kind=kind)
-    assert sharding.copies_work_alike(diffusion_config(**sizes), device, devices) == alike
 
 
 def test_every_parameter_has_a_place():

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench.released_passes import Counts, counts
+from failfast_jax.bench.released_passes import PassCounts, counts
 from failfast_jax.bench.rows import BASELINE
 from failfast_jax.bench.speedup_model import Latency, is_priced
 from failfast_jax.public_data.acceptance_law import appendix_b, papers_speedup, published_for
@@ -31,7 +31,7 @@ class Answer:
     """One question's answer by one variant: its counts, and what the paper's latencies make of them."""
 
     record: Record
-    counts: Counts
+    counts: PassCounts
     latency: Latency
     plain_s: float
     """Seconds that `vanilla` took beside it."""

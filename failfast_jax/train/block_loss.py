@@ -21,19 +21,24 @@ from failfast_jax.models.block_network import DSpark, bind
 from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_start import fit_rows, start_of
-from failfast_jax.train.feature_cache import FeatureCache
-from failfast_jax.train.objective import FeatureObjective, Materials, RowsAfter, agreement, sample_anchors
+from failfast_jax.train.feature_cache import FeatureCache, captured_layers, target_features
+from failfast_jax.train.objective import Materials, Objective
 from failfast_jax.train.train_config import TrainConfig
 
 
-def _is_head(path: tuple[Any, ...], _: Any) -> bool:
-    return path[0] in ("markov", "confidence")
+class BlockObjective(Objective):
+    """`Objective` of a block drafter over features of its frozen target. With `--freeze`, only the Markov and
+    confidence heads are trained.
 
+    The loss reads `constants`: `target` (Decoder), `frozen` (of the drafter), `head` `[v, E]` (the target's over the
+    draft vocabulary) and `lookup` `[V]` (draft id of a token, -1 outside the draft vocabulary); of a batch `tokens`
+    `[B, T]`, `prompt_length`, `length` `[B]`, and `features` `[B, T, C, E]` of the `captured` layers, of which the
+    target's last is the last.
 
-class BlockObjective(FeatureObjective):
-    """`Objective` of a block drafter. With `--freeze`, only the Markov and confidence heads are trained."""
-
-    write = staticmethod(save_dspark)
+    Args:
+      draft_ids: tokens that it may draft, ascending; None: all.
+      cache: features of the training documents; None: computed for each batch.
+    """
 
     def __init__(
         self,
@@ -43,46 +48,101 @@ class BlockObjective(FeatureObjective):
         options: TrainConfig,
         cache: FeatureCache | None = None,
     ):
-        bound = bind(model, target, draft_ids)
+        self.bound, self.config, self.options, self.cache = bind(model, target, draft_ids), model.config, options, cache
         self._split = (_is_head if options.freeze else ..., ...)
-        super().__init__(bound, nnx.split(model, *self._split), target, draft_ids, options, cache=cache)
-        self.constants["head"] = bound.head
+        self.graph, self.trainable, frozen = nnx.split(model, *self._split)
+        vocab = target.config.vocab_size
+        ids = np.arange(vocab) if draft_ids is None else draft_ids
+        lookup = np.full(vocab, -1, np.int32)
+        lookup[ids] = np.arange(len(ids))
+        self.captured = captured_layers(self.config.feature_layers, target.config.num_layers)
+        constants = {"target": target, "frozen": frozen, "head": self.bound.head}
+        self.constants = constants | {"lookup": jnp.asarray(lookup)}
 
     @classmethod
     def from_config(cls, config: TrainConfig, materials: Materials) -> BlockObjective:
         """Builds the objective of a run; the input projections start from a ridge regression where there are any."""
+        target, documents = materials.target, materials.documents
         model, draft_ids = start_of(config, materials)
-        cache = materials.feature_cache(config, model.config.feature_layers)
-        objective = cls(model, materials.target, draft_ids, config, cache)
+        cache = None
+        if config.feature_cache is not None:
+            layers = captured_layers(model.config.feature_layers, target.config.num_layers)
+            also, flag = materials.layers.cached, "--feature-cache"
+            cache = FeatureCache(config.feature_cache, documents, target, layers, also=also, flag=flag)
+            cache.compute(target, materials.deadline)
+        objective = cls(model, target, draft_ids, config, cache)
         if not materials.layers.rows or config.no_fit or materials.begun:
             return objective
-        fit_rows(objective, model, config, materials)
-        return cls(model, materials.target, draft_ids, config, cache)
+        fit_rows(model, config, materials, objective.features, objective.captured)
+        return cls(model, target, draft_ids, config, cache)
 
-    def sample(self, key, batch):
+    def features(self, batch: dict[str, np.ndarray]) -> Any:
+        """Returns the captured features `[B, T, C, E]` of a batch."""
+        if self.cache is not None:
+            return self.cache.batch(batch)
+        return target_features(self.constants["target"], batch["tokens"], self.captured)
+
+    def prepare(self, batch):
+        parts = {name: batch[name] for name in ("tokens", "prompt_length", "length")}
+        return parts | {"features": self.features(batch)}
+
+    def model(self, trainable: Any, frozen: Any = None) -> DSpark:
+        """Returns the network with these parameters; `frozen`: the others, if not as they are here."""
+        return nnx.merge(self.graph, trainable, self.constants["frozen"] if frozen is None else frozen)
+
+    def tokens(self, batch):
+        return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
+
+    def save(self, trainable, folder, *, storage="bfloat16", **extra):
+        model, target = self.bound.replace(network=self.model(trainable)), self.constants["target"].config
+        save_dspark(folder, model, target, storage=storage, borrow=self.options.borrow, **extra)
+
+    def drafter(self, trainable):
+        dtype = self.constants["target"].dtype
+        parts = jax.tree.map(lambda x: x.astype(dtype), (trainable, self.constants["frozen"]))
+        return self.bound.replace(network=self.model(*parts))
+
+    def sample(self, key: Array, batch: dict[str, Array]) -> tuple[Int[Array, "B A"], Int[Array, "B A"]]:
         """Draws anchors (positions of the last committed token) and the number of known rows, at least 1, of blocks."""
-        rows = self.config.rows
+        rows, shape = self.config.rows, (batch["tokens"].shape[0], self.options.anchors)
         anchor_key, share_key, count_key = jax.random.split(key, 3)
-        anchors = sample_anchors(anchor_key, batch, self.options.anchors)
-        longer = jax.random.uniform(share_key, anchors.shape) < (self.options.prefix_fraction or 0.0)
-        known = jax.random.randint(count_key, anchors.shape, 2, max(rows, 2) + 1)
-        return anchors, jnp.where(longer, jnp.minimum(known, rows), 1)
+        # The first anchor is the prompt's last token; the token after the last anchor must exist.
+        first = jnp.maximum(batch["prompt_length"] - 1, 1)[:, None]
+        last = batch["length"][:, None] - 2
+        anchors = first + jnp.floor(jax.random.uniform(anchor_key, shape) * (last - first + 1)).astype(jnp.int32)
+        longer = jax.random.uniform(share_key, shape) < (self.options.prefix_fraction or 0.0)
+        known = jax.random.randint(count_key, shape, 2, max(rows, 2) + 1)
+        return jnp.clip(anchors, first, last), jnp.where(longer, jnp.minimum(known, rows), 1)
 
-    def loss_at(self, model, constants, batch, anchors, known_rows):
+    def loss(self, trainable, constants, batch, key):
+        dtype = self.options.dtype
+        parts = jax.tree.map(lambda x: x.astype(dtype), (trainable, constants["frozen"]))
+        batch = {**batch, "features": batch["features"].astype(dtype)}
+        return self.loss_at(self.model(*parts), constants, batch, *self.sample(key, batch))
+
+    def loss_at(
+        self,
+        model: DSpark,
+        constants: dict[str, Any],
+        batch: dict[str, Array],
+        anchors: Int[Array, "B A"],
+        known_rows: Int[Array, "B A"],
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
         """Returns the weighted loss over the masked rows of blocks, and metrics: `accepted` and `first` of drafts
         without known rows, `ce`, `l1`, and `confidence_error` (mean distance of the confidence from the chance of
         acceptance).
-
-        Args:
-          constants: also `head` `[v, E]`, the target's over the draft vocabulary.
         """
-        # anchor 8, known rows 2, block 4: rows at 8 9 10 11 predict 9 10 11 12; the first drafted token is 10, so that
+        # Tokens a b c d e, anchor 2, three rows: at 2 3 3, inputs c d d, labels d e e, exists yes yes no.
+        options, tokens = self.options, batch["tokens"]
+        at = anchors[..., None] + jnp.arange(self.config.block_size)
+        exists, at = at + 1 < batch["length"][:, None, None], jnp.minimum(at, tokens.shape[1] - 2)
+        texts = jnp.arange(at.shape[0])[:, None, None]
+        labels = constants["lookup"][tokens[texts, at + 1]]
+        log_q, confidence = self._predictions(model, constants, batch, anchors, known_rows, tokens[texts, at])
+        # Anchor 8, known rows 2, block 4: rows at 8 9 10 11 predict 9 10 11 12; the first drafted token is 10, so that
         # the ranks are -1 0 1 2, and rows with a negative rank have weight 0.
-        options = self.options
-        rows = RowsAfter.of(anchors, self.config.block_size, batch, constants["lookup"])
-        log_q, confidence = self._predictions(model, constants, batch, anchors, known_rows, rows.tokens)
         rank = jnp.arange(self.config.block_size) - known_rows[..., None] + 1
-        exists = rows.exists & (rank >= 0)
+        exists = exists & (rank >= 0)
         weights = exists.astype(jnp.float32)
         if options.position_decay:
             weights = weights * jnp.exp(-jnp.maximum(rank, 0) / options.position_decay)
@@ -91,19 +151,23 @@ class BlockObjective(FeatureObjective):
         def mean(values: Float[Array, "B A R"]) -> Float[Array, ""]:
             return jnp.sum(values * weights) / total
 
-        ce = -jnp.take_along_axis(log_q, jnp.maximum(rows.labels, 0)[..., None], -1)[..., 0]
-        ce = mean(ce * (rows.labels >= 0))
-        distance = jnp.abs(jnp.exp(log_q) - _teacher(constants, batch)[rows.texts, rows.at]).sum(-1)
+        ce = -jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        ce = mean(ce * (labels >= 0))
+        distance = jnp.abs(jnp.exp(log_q) - _teacher(constants, batch)[texts, at]).sum(-1)
         l1 = mean(distance)
         value, metrics = options.ce_weight * ce + options.l1_weight * l1, {"ce": ce, "l1": l1}
-        right = (argmax(jax.lax.stop_gradient(log_q)) == rows.labels) & exists
+        right = (argmax(jax.lax.stop_gradient(log_q)) == labels) & exists
         if confidence is not None:
             greedy = options.confidence_for == "greedy"
             chance = right.astype(jnp.float32) if greedy else jax.lax.stop_gradient(1 - distance / 2)
             entropy = -(chance * jax.nn.log_sigmoid(confidence) + (1 - chance) * jax.nn.log_sigmoid(-confidence))
             value += options.confidence_weight * mean(entropy)
             metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
-        return value, metrics | agreement(right, known_rows == 1)
+        # Drafts without known rows: length of the agreeing prefix, and agreement of the first token.
+        counted = known_rows == 1
+        accepted, count = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1), jnp.maximum(counted.sum(), 1)
+        metrics["accepted"] = jnp.sum(accepted * counted) / count
+        return value, metrics | {"first": jnp.sum(right[..., 0] * counted) / count}
 
     def _predictions(
         self,
@@ -116,7 +180,8 @@ class BlockObjective(FeatureObjective):
     ) -> tuple[Float[Array, "B A R v"], Float[Array, "B A R"] | None]:
         """Returns each row's log-probabilities over the draft vocabulary, after the text's own tokens, and the
         confidence head's logits, if there is one."""
-        features = self.drafter_features(batch)
+        columns = [self.captured.index(layer) for layer in self.config.feature_layers]
+        features = batch["features"][:, :, np.asarray(columns)]
         known = jnp.arange(self.config.block_size) < known_rows[..., None]
         root = jnp.take_along_axis(features, anchors[..., None, None] - 1, axis=1)
         inputs = model.inputs(constants["target"].embed[...], tokens, known, root)
@@ -143,8 +208,9 @@ class BlockObjective(FeatureObjective):
         head.bias.set_value(head.bias[...] * scale + shift)
         return nnx.split(model, *self._split)[1]
 
-    def tokens(self, batch):
-        return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
+
+def _is_head(path: tuple[Any, ...], _: Any) -> bool:
+    return path[0] in ("markov", "confidence")
 
 
 def _codes(

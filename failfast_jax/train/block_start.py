@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,9 +19,12 @@ from failfast_jax.models.block_network import DSpark, DSparkConfig
 from failfast_jax.models.layers import Attention
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import documents
-from failfast_jax.train.objective import FeatureObjective, Materials, qwen3_layers
+from failfast_jax.train.objective import Materials
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util import numerics
+
+FIT_BATCH, FIT_BATCHES = 8, 64
+"""Documents per batch, and most batches, of the regression."""
 
 
 def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndarray | None]:
@@ -30,10 +33,14 @@ def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndar
     Raises:
       OptionError: a drafter at `--start` that cannot be trained.
     """
+    target, layers = materials.target, materials.layers
     if config.start is None:
-        shape = _with_heads(_config_without_heads(config, materials), config)
-        return initial(materials.target, shape, materials.layers.copied, config.seed), materials.draft_ids(config)
-    start = load_dspark(resolve_source(config.start), materials.target)
+        ids = None
+        if config.draft_vocab:
+            sizes = target.config.vocab_size, config.draft_vocab, target.config.eos_token_ids
+            ids = materials.documents.frequent_tokens(*sizes)
+        return initial(target, _shape(config, materials), layers.copied, config.seed), ids
+    start = load_dspark(resolve_source(config.start), target)
     if start.shared != ("embed", "head"):
         raise OptionError(
             f"--start {config.start}: has an embedding or a head that is not its target's; if it was trained for "
@@ -43,15 +50,13 @@ def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndar
     return model, None if start.draft_ids is None else np.asarray(start.draft_ids)
 
 
-def _config_without_heads(config: TrainConfig, materials: Materials) -> DSparkConfig:
+def _shape(config: TrainConfig, materials: Materials) -> DSparkConfig:
+    """Returns the shape of a new drafter: the target's layers with `--row-features`, else Qwen3's."""
     layers, target = materials.layers, materials.target.config
-    count = len(layers.copied)
-    if layers.rows:
-        base = dataclasses.replace(target, num_layers=count, tie_embeddings=False)
-    else:
-        base = qwen3_layers(target, count)
-    return DSparkConfig(
-        base=base,
+    as_qwen3 = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False) | {"model_type": "qwen3", "qk_norm": True}
+    changes = {} if layers.rows else as_qwen3
+    shape = DSparkConfig(
+        base=dataclasses.replace(target, num_layers=len(layers.copied), tie_embeddings=False, **changes),
         block_size=config.rows,
         mask_token_id=config.mask_token,
         feature_layers=layers.features,
@@ -60,6 +65,7 @@ def _config_without_heads(config: TrainConfig, materials: Materials) -> DSparkCo
         row_features=layers.rows,
         context_layers=tuple(layer - 1 for layer in layers.copied) if layers.rows else (),
     )
+    return _with_heads(shape, config)
 
 
 def _with_heads(shape: DSparkConfig, config: TrainConfig) -> DSparkConfig:
@@ -132,70 +138,39 @@ def scale_norms(attention: Attention, weights: Float[Array, " I"]) -> None:
 
 
 def spare_token(tokenizer: Any) -> int:
-    """Returns an id that no text has, as the mask token.
+    """Returns an id that no text has, as the mask token: the tokenizer's own, or else its last special token that
+    neither begins nor ends texts or turns.
 
     Raises:
-      OptionError: the tokenizer names none.
+      OptionError: there is none.
     """
-    spare = [] if tokenizer is None else _unused(tokenizer)
-    if not spare:
-        why = "the target has no tokenizer" if tokenizer is None else "the target's tokenizer has no token to spare"
-        raise OptionError(f"--mask-token: {why}: name an id that no text has")
-    return spare[0]
-
-
-def _unused(tokenizer: Any) -> list[int]:
-    """Special tokens that no text has: the mask's, then those that begin or end neither texts nor turns, last first."""
+    if tokenizer is None:
+        raise OptionError("--mask-token: the target has no tokenizer: name an id that no text has")
     used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
     names = [tokenizer.mask_token, *reversed([str(token) for token in tokenizer.added_tokens_decoder.values()])]
     template = tokenizer.chat_template or ""
-    return [tokenizer.convert_tokens_to_ids(n) for n in names if n and n not in used and n not in template]
+    for name in names:
+        if name and name not in used and name not in template:
+            return tokenizer.convert_tokens_to_ids(name)
+    raise OptionError("--mask-token: the target's tokenizer has no token to spare: name an id that no text has")
 
 
-class _Moments:
-    """Sums over positions that a ridge regression needs; inputs are features, embedded token and a constant."""
+def fit_rows(
+    model: DSpark,
+    config: TrainConfig,
+    materials: Materials,
+    features: Callable[[dict[str, np.ndarray]], Any],
+    captured: tuple[int, ...],
+) -> None:
+    """Fits the input projections of `model` to the training documents, and reports the fit.
 
-    def __init__(self, config: DSparkConfig):
-        size, rows = config.base.hidden_size, config.block_size
-        self.features = size * len(config.row_features)
-        wide = self.features + size
-        self.gram = np.zeros((wide + 1, wide + 1))
-        self.cross = np.zeros((wide + 1, size))
-        self.power, self.squares = np.zeros(size), np.zeros(size)
-        self.count, self.counts = 0, np.zeros(rows)
-        self.goals, self.guesses = np.zeros((rows, size)), np.zeros((rows, self.features))
-
-    def add(self, inputs: np.ndarray, goal: np.ndarray, place: np.ndarray) -> None:
-        """Adds a document: `inputs` `[P, I]` at its positions `place` `[P]`, `goal` `[length, E]` at all of them."""
-        self.gram += inputs.T @ inputs
-        self.cross += inputs.T @ goal[place]
-        self.power += goal[place].sum(0)
-        self.squares += (goal[place] ** 2).sum(0)
-        self.count += len(place)
-        for row in range(len(self.counts)):
-            inside = place + row < len(goal)
-            self.goals[row] += goal[place[inside] + row].sum(0)
-            self.guesses[row] += inputs[inside, : self.features].sum(0)
-            self.counts[row] += inside.sum()
-
-    def solve(self, ridge: float) -> tuple[np.ndarray, float]:
-        """Returns the regression's coefficients, and the share of the variance that they explain."""
-        scale = np.sqrt(np.diag(self.gram) / self.count)
-        scale[scale == 0] = 1
-        penalty = ridge * self.count * np.diag(scale**2)
-        penalty[-1, -1] = 0
-        solution = np.linalg.solve(self.gram + penalty, self.cross)
-        error = self.squares.sum() - 2 * (solution * self.cross).sum() + (solution * (self.gram @ solution)).sum()
-        variance = (self.squares - self.power**2 / self.count).sum()
-        return solution, float(1 - error / variance)
-
-
-def fit_rows(objective: FeatureObjective, model: DSpark, config: TrainConfig, materials: Materials) -> None:
-    """Fits the input projections of `model` to the training documents, and reports the fit."""
-    rows = documents.batches(materials.documents, length=config.seq_len, batch=8, seed=config.seed)
-    batches = (rows[i] for i in range(max(min(len(materials.documents) // 8, 64), 1)))
-    batches = ({**batch, "features": np.asarray(objective.features(batch))} for batch in batches)
-    share = fit_inputs(model, materials.target, materials.layers.copied[0], batches, objective.captured)
+    Args:
+      features: of a batch, of the `captured` layers.
+    """
+    rows = documents.batches(materials.documents, length=config.seq_len, batch=FIT_BATCH, seed=config.seed)
+    batches = (rows[i] for i in range(max(min(len(materials.documents) // FIT_BATCH, FIT_BATCHES), 1)))
+    batches = ({**batch, "features": np.asarray(features(batch))} for batch in batches)
+    share = fit_inputs(model, materials.target, materials.layers.copied[0], batches, captured)
     print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
 
 
@@ -220,27 +195,53 @@ def fit_inputs(
     Returns:
       The share of the variance that the first row's guess explains.
     """
-    config = model.config
-    moments = _Moments(config)
-    embed = np.asarray(target.embed[...], np.float32)
-    for batch in batches:
-        features = batch["features"]
-        for row, tokens in enumerate(batch["tokens"]):
-            first, length = max(int(batch["prompt_length"][row]) - 1, 1), int(batch["length"][row])
-            place = np.arange(first, length)
-            parts = []
-            for layer in config.row_features:
-                part = features[row, place - 1, captured.index(layer)].astype(np.float32)
-                parts.append(part / np.sqrt((part**2).mean(-1, keepdims=True) + config.base.rms_norm_eps))
-            inputs = np.concatenate([*parts, embed[tokens[place]], np.ones((len(place), 1))], -1)
-            moments.add(inputs, features[row, :length, captured.index(source_layer - 1)].astype(np.float32), place)
-    solution, share = moments.solve(ridge)
-    fuse, token, constant = np.split(solution, [moments.features, len(solution) - 1])
+    size, block = model.config.base.hidden_size, model.config.block_size
+    width = size * len(model.config.row_features)
+    ends = [width, width + size, width + size + 1]  # of the features, the token, the constant
+    gram, counts = np.zeros((ends[-1] + size, ends[-1] + size)), np.zeros(block)
+    goals, guesses = np.zeros((block, size)), np.zeros((block, width))
+    for inputs, goal, place in _rows_and_goals(model.config, target, source_layer, batches, captured):
+        both = np.concatenate([inputs, goal[place]], -1)
+        gram += both.T @ both
+        for row in range(block):
+            inside = place + row < len(goal)
+            goals[row] += goal[place[inside] + row].sum(0)
+            guesses[row] += inputs[inside, :width].sum(0)
+            counts[row] += inside.sum()
+    inner, cross, outer = gram[: ends[-1], : ends[-1]], gram[: ends[-1], ends[-1] :], gram[ends[-1] :, ends[-1] :]
+    count = inner[-1, -1]
+    scale = np.diag(inner) / count
+    penalty = ridge * count * np.diag(np.where(scale > 0, scale, 1))
+    penalty[-1, -1] = 0
+    solution = np.linalg.solve(inner + penalty, cross)
+    error = np.trace(outer) - 2 * (solution * cross).sum() + (solution * (inner @ solution)).sum()
+    variance = np.trace(outer) - (cross[-1] ** 2).sum() / count
+    fuse, token, constant, _ = np.split(solution, ends)
     # The other rows share the first one's projections and have no token of their own.
-    offsets = (moments.goals - moments.guesses @ fuse) / np.maximum(moments.counts, 1)[:, None]
+    offsets = (goals - guesses @ fuse) / np.maximum(counts, 1)[:, None]
     offsets[0] = constant[0]
     rows = model.row_inputs
     rows.fuse.weight[...] = jnp.asarray(fuse.T, model.dtype)
     rows.token.weight[...] = jnp.asarray(token.T, model.dtype)
     rows.offsets[...] = jnp.asarray(offsets, model.dtype)
-    return share
+    return float(1 - error / variance)
+
+
+def _rows_and_goals(
+    config: DSparkConfig,
+    target: Decoder,
+    source_layer: int,
+    batches: Iterable[dict[str, np.ndarray]],
+    captured: tuple[int, ...],
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields of each document the first row's inputs (features, embedded token, 1) at positions of the answer, what
+    enters `source_layer` at all positions, and those positions."""
+    embed = np.asarray(target.embed[...], np.float32)
+    for batch in batches:
+        for row, tokens in enumerate(batch["tokens"]):
+            features, length = batch["features"][row].astype(np.float32), int(batch["length"][row])
+            place = np.arange(max(int(batch["prompt_length"][row]) - 1, 1), length)
+            parts = [features[place - 1, captured.index(layer)] for layer in config.row_features]
+            parts = [x / np.sqrt((x**2).mean(-1, keepdims=True) + config.base.rms_norm_eps) for x in parts]
+            inputs = np.concatenate([*parts, embed[tokens[place]], np.ones((len(place), 1))], -1)
+            yield inputs, features[:length, captured.index(source_layer - 1)], place

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,25 +23,23 @@ from failfast_jax.util import progress
 SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 TURNS = ("messages", "conversations")
 """Columns of whole conversations: turns with `role` and `content`, or with `from` and `value`."""
-PAIRS = (
-    *(("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("question", "response")),
-    *(("instruction", "output"), ("instruction", "response"), ("query", "response"), ("problem", "solution")),
-)
-"""Columns of a question and its answer. `input` follows an `instruction`, `context` precedes the question, and
+PAIRS = {
+    "prompt": ("response", "completion"),
+    "question": ("answer", "response"),
+    "instruction": ("output", "response"),
+    "query": ("response",),
+    "problem": ("solution",),
+}
+"""Columns of a question, and of its answer. `input` follows an `instruction`, `context` precedes the question, and
 `history` has earlier pairs."""
-SYSTEM = ("system", "system_prompt")
-TEXT = "text"
-FORMS = f"{', '.join(map(repr, TURNS))}, {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
+SYSTEM, TEXT = ("system", "system_prompt"), "text"
+_PAIRS = ", ".join(f"{question!r} and {' or '.join(map(repr, answers))}" for question, answers in PAIRS.items())
+FORMS = f"must be an object with {', '.join(map(repr, TURNS))}, {_PAIRS}, or {TEXT!r}"
 READ_FIELDS = ("role", "from", "content", "value", "weight")
 """Fields of turns that are read here; a chat template reads the others."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that count as absent; false and 0 do not (`train: false` of a turn)."""
-OTHERWISE = "the chat template writes otherwise than a prompt and its answers"
-NO_WEIGHT = "have only answers of weight 0"
-NO_CALLS = "have tool calls, for which the chat template has no words"
 MOST_NAMED = 20
-PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""First bytes of gzip, zip, bzip2, xz and zstd."""
 Rows = Iterator[tuple[str, Any]]
 """Places in a file, for messages, and the rows there."""
 
@@ -76,10 +74,9 @@ def check_template(file: Path, tokenizer: Any) -> None:
 def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bool = False) -> list[Document]:
     """Reads a file of text or a dataset of the Hub as documents, as the tokenizer's chat template writes them.
 
-    A row has one of `TURNS` or of `PAIRS`. A drafter that reads its target's features should learn from that target's
-    own answers: have the target write them anew where they are another's.
+    A row has one of `TURNS` or of `PAIRS`.
 
-    A document is left out where prompt and answer together, token by token, differ from the template's text of the
+    A document is left out where prompt and answer together differ, token by token, from the template's text of the
     whole conversation: the drafter would learn what its target never sees. Such documents, and columns and fields that
     are not used, are named on stderr.
 
@@ -93,15 +90,15 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     """
     check_template(file, tokenizer)
     documents: list[Document] = []
-    left_out: dict[str, list[str]] = {}
+    left_out: defaultdict[str, list[str]] = defaultdict(list)
     unused: Counter[str] = Counter()
     for place, row in ROWS[kind(file)](file):
         try:
             for document in _documents(row, tokenizer, unused, whole):
                 if isinstance(document, str):
-                    left_out.setdefault(document, []).append(place)
+                    left_out[document].append(place)
                     continue
-                if np.concatenate(document[:2]).max() >= vocab_size:
+                if max(document[0].max(), document[1].max()) >= vocab_size:
                     raise RowError(f"a token outside the target's vocabulary of {vocab_size}")
                 documents.append(document)
         except (RowError, PromptError) as error:
@@ -112,9 +109,9 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     if left:
         progress.note(f"{file}: documents left out: {left}")
     if unused:
-        names = ", ".join(f"{name} ({count})" for name, count in unused.most_common(MOST_NAMED))
-        more = ", ..." if len(unused) > MOST_NAMED else ""
-        progress.note(f"{file}: columns and fields not used: {names}{more}")
+        names = [f"{name} ({count})" for name, count in unused.most_common(MOST_NAMED)]
+        more = ["..."] if len(unused) > MOST_NAMED else []
+        progress.note(f"{file}: columns and fields not used: {', '.join(names + more)}")
     return documents
 
 
@@ -125,11 +122,8 @@ def _json_rows(file: Path) -> Rows:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield f"line {number}", json.loads(text)
-            except UnicodeDecodeError as error:
-                packed = "compressed: unpack it" if line.startswith(PACKED) else f"not UTF-8 text ({error.reason})"
-                raise DataError(f"{file}: line {number}: {packed}") from None
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{file}: line {number}: not JSON ({error})") from None
+                raise DataError(f"{file}: line {number}: not JSON in UTF-8 ({error})") from None
 
 
 def _parquet_rows(file: Path) -> Rows:
@@ -140,7 +134,8 @@ def _parquet_rows(file: Path) -> Rows:
         raise DataError(f'{file}: Parquet files need pyarrow: pip install "failfast-jax[train]", or pyarrow') from None
     try:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches()
-        yield from _numbered(row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f"row {number}", row
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: bytes that are not UTF-8, too
         raise DataError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
 
@@ -163,11 +158,7 @@ def _hub_rows(path: Path) -> Rows:
             f"{path}: no such file or folder, and no dataset that is in the Hub's cache or could be fetched "
             f"({type(cause).__name__}: {reason}); --data takes NAME/NAME:SPLIT (without a split: train)"
         ) from error
-    yield from _numbered(rows)
-
-
-def _numbered(rows: Any) -> Rows:
-    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+    yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
 ROWS: dict[str, Callable[[Path], Rows]] = {".jsonl": _json_rows, ".parquet": _parquet_rows, HUB: _hub_rows}
@@ -178,30 +169,23 @@ def _documents(row: Any, tokenizer: Any, unused: Counter[str], whole: bool) -> I
     """Yields the documents of a row: one of all answers if `whole`, else one of each; for a document that is left out,
     the reason. Adds columns and fields that are not used to `unused`."""
     if not isinstance(row, Mapping):
-        raise RowError(f"must be an object with {FORMS}")
-    if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
-        unused.update(_unused_columns(row, {TEXT}))
-        yield _plain_text(row[TEXT], tokenizer)
+        raise RowError(FORMS)
+    is_text = whole and isinstance(row.get(TEXT), str) and row[TEXT].strip()
+    conversation = None if is_text else _conversation(row)
+    columns = {TEXT} if is_text else conversation.columns
+    unused.update(f"column {name!r}" for name in row if name not in columns and row[name] not in EMPTY)
+    if is_text:
+        ids = tokenizer(row[TEXT], add_special_tokens=False)["input_ids"]
+        ids = np.asarray([*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])], np.int32)
+        yield ids[:1], ids[1:], np.ones(len(ids) - 1, bool)
         return
-    conversation = _conversation(row)
-    template = str(tokenizer.chat_template)  # several templates by name are a dictionary
-    unused.update(_unused_columns(row, conversation.columns))
-    unused.update(_unread(conversation, template))
+    unused.update(_unread(conversation, str(tokenizer.chat_template)))  # several templates by name are a dictionary
     if not conversation.learned:
-        yield NO_WEIGHT
-        return
+        yield "have only answers of weight 0"
     for learned in [conversation.learned] if whole else [[number] for number in conversation.learned]:
-        calls = any("tool_calls" in message for message in conversation.messages[: learned[-1] + 1])
-        if calls and "tool_calls" not in template:
-            yield NO_CALLS
-        elif (document := _document(conversation, learned, tokenizer, unused)) is None:
-            yield OTHERWISE
-        else:
-            yield document if whole else document[:2]
-
-
-def _unused_columns(row: Mapping[str, Any], used: set[str]) -> Iterator[str]:
-    return (f"column {name!r}" for name in row if name not in used and row[name] not in EMPTY)
+        if learned:
+            document = _document(conversation, learned, tokenizer, unused)
+            yield document if whole or isinstance(document, str) else document[:2]
 
 
 def _unread(conversation: Conversation, template: str) -> Iterator[str]:
@@ -233,9 +217,8 @@ def _conversation(row: Mapping[str, Any]) -> Conversation:
     weights = [turn.get("weight") for turn in turns]
     if bad := [weight for weight in weights if weight not in (None, 0, 1)]:
         raise RowError(f"weight {bad[0]!r} of a turn: must be 0, which is not learned, or 1")
-    if tools := row.get("tools"):
+    if tools := _parsed(row.get("tools")):
         columns.add("tools")
-        tools = _parsed(tools)
         if not isinstance(tools, list):
             raise RowError("column 'tools' must be a list")
     return Conversation(messages, [number for number in answers if weights[number] != 0], tools or None, columns)
@@ -243,20 +226,22 @@ def _conversation(row: Mapping[str, Any]) -> Conversation:
 
 def _turns(row: Mapping[str, Any]) -> tuple[list[Any], set[str]]:
     """Returns a row's turns, and the columns that hold them."""
-    column = next((name for name in TURNS if row.get(name)), None)
-    if column and isinstance(row[column], list):
+    if column := next((name for name in TURNS if row.get(name)), None):
+        if not isinstance(row[column], list):
+            raise RowError(FORMS)
         return row[column], {column}
-    question, answer = next((pair for pair in PAIRS if row.get(pair[0]) and row.get(pair[1])), (None, None))
-    if column or question is None:
-        raise RowError(f"must be an object with {FORMS}")
+    pairs = ((question, answer) for question, answers in PAIRS.items() for answer in answers)
+    question, answer = next(((q, a) for q, a in pairs if row.get(q) and row.get(a)), (None, None))
+    if question is None:
+        raise RowError(FORMS)
     names = ("context", question, "input") if question == "instruction" else ("context", question)
     parts = {name: text for name in names if (text := _column_text(row, name))}
     history = row.get("history") or []
-    pairs = [*history, ("\n\n".join(parts.values()), row[answer])] if isinstance(history, list) else [history]
-    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+    if not isinstance(history, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history):
         raise RowError("column 'history' must be a list of questions with answers")
-    roles = ("user", "assistant")
-    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
+    turns = []
+    for asked, answered in [*history, ("\n\n".join(parts.values()), row[answer])]:
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return turns, {*parts, answer, "history"}
 
 
@@ -284,12 +269,6 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else dict(call)
 
 
-def _called(message: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the functions that a message calls; some templates drop calls beside a text."""
-    calls = [call.get("function") or call for call in message.get("tool_calls", ())]
-    return [str(call.get("name", "")) for call in calls if isinstance(call, Mapping)]
-
-
 def _parsed(value: Any) -> Any:
     """Returns the value of what may be JSON text, as in columns of Parquet files."""
     try:
@@ -307,43 +286,38 @@ def _column_text(row: Mapping[str, Any], name: str) -> str:
 
 def _document(
     conversation: Conversation, learned: list[int], tokenizer: Any, unused: Counter[str]
-) -> tuple[Any, Any, np.ndarray] | None:
-    """Returns the conversation up to its last answer to learn from, and a mask of these answers.
-
-    None: the template does not write it as prompts and answers, token by token.
+) -> tuple[Any, Any, np.ndarray] | str:
+    """Returns the conversation up to its last answer to learn from, and a mask of these answers; or the reason why the
+    template does not write it as prompts and answers, token by token.
 
         ids        <s> user hi </s> <s> assistant hello </s> <s> user bye </s> ...
         labelled                                   x     x                            learned: the first answer
     """
-    messages, last = conversation.messages, learned[-1]
+    messages, last = conversation.messages[: learned[-1] + 1], learned[-1]
     tools = {} if conversation.tools is None else {"tools": conversation.tools}
 
     def written(end: int, **options: Any) -> tuple[str, list[int]]:
         text = render(messages[:end], tokenizer, "--target", **tools, **options)
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    calls = [call.get("function") or call for message in messages for call in message.get("tool_calls", ())]
+    if any("tool_calls" in message for message in messages) and "tool_calls" not in str(tokenizer.chat_template):
+        return "have tool calls, for which the chat template has no words"
+    otherwise = "the chat template writes otherwise than a prompt and its answers"
     text, ids = written(last + 1)
-    if not all(name in text for message in messages[: last + 1] for name in _called(message)):
-        return None
-    for message in messages[:last] if last == conversation.learned[-1] else ():  # once
-        if message["role"] != "assistant" and message["content"].strip() not in text:
-            unused[f"{message['role']} turns, which the chat template does not write"] += 1
+    # Some templates drop calls beside a text.
+    if not all(str(call.get("name", "")) in text for call in calls if isinstance(call, Mapping)):
+        return otherwise
+    if last == conversation.learned[-1]:  # once
+        lost = [m["role"] for m in messages[:-1] if m["role"] != "assistant" and m["content"].strip() not in text]
+        unused.update(f"{role} turns, which the chat template does not write" for role in lost)
     labelled, first = np.zeros(len(ids), bool), None
     for number in learned:
         _, start = written(number, add_generation_prompt=True)
         end = ids if number == last else written(number + 1)[1]
         if not len(start) < len(end) or ids[: len(start)] != start or ids[: len(end)] != end:
-            return None
+            return otherwise
         labelled[len(start) : len(end)] = True
         first = len(start) if first is None else first
     # A list of Python's integers takes ten times as much.
     return np.asarray(ids[:first], np.int32), np.asarray(ids[first:], np.int32), labelled[first:]
-
-
-def _plain_text(text: str, tokenizer: Any) -> Document:
-    """Returns a plain text as a document; its first token is the prompt."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if tokenizer.eos_token_id is not None:
-        ids = [*ids, tokenizer.eos_token_id]
-    ids = np.asarray(ids, np.int32)
-    return ids[:1], ids[1:], np.ones(len(ids) - 1, bool)

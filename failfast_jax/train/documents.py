@@ -125,18 +125,17 @@ def load_documents(
         reader = readers.get(kind(file))
         for number, (prompt, answer, *marks) in enumerate(reader(file) if reader else read_documents(file, vocab_size)):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
-            if len(document) < shortest or len(prompt) + 1 >= len(document):
-                if skip_short:
-                    continue
+            if shortest <= len(document) and len(prompt) + 1 < len(document):
+                tokens.append(document)
+                prompts.append(len(prompt))
+                whole = whole or bool(marks)
+                answers = marks[0] if marks else np.ones(len(answer), bool)
+                labelled.append(np.concatenate([np.zeros(len(prompt), bool), answers])[:longest])
+            elif not skip_short:
                 raise DataError(
                     f"{file}: document {number} has {len(prompt)} + {len(answer)} tokens (cut to {longest}); it needs "
                     f"at least {shortest} and two of an answer: remove it, or pass --skip-short"
                 )
-            tokens.append(document)
-            prompts.append(len(prompt))
-            whole = whole or bool(marks)
-            answers = marks[0] if marks else np.ones(len(answer), bool)
-            labelled.append(np.concatenate([np.zeros(len(prompt), bool), answers])[:longest])
     if not tokens:
         where = ", ".join(map(str, paths))
         raise DataError(f"{where}: no usable documents: none has {shortest} tokens, two of them an answer's")
@@ -157,15 +156,12 @@ def files(paths: Sequence[Path], kinds: Sequence[str]) -> list[Path]:
     """
     every: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix in kinds)
-            if not inside:
-                raise DataError(f"{path}: no {' or '.join(name for name in kinds if name != HUB)} files in this folder")
-            every += inside
-        elif path.is_file() or (HUB in kinds and kind(path) == HUB):
-            every.append(path)
-        else:
+        inside = sorted(file for file in path.iterdir() if file.suffix in kinds) if path.is_dir() else [path]
+        if not inside:
+            raise DataError(f"{path}: no {' or '.join(name for name in kinds if name != HUB)} files in this folder")
+        if not (path.is_dir() or path.is_file() or (HUB in kinds and kind(path) == HUB)):
             raise DataError(f"{path}: no such file or folder")
+        every += inside
     return every
 
 
@@ -175,48 +171,43 @@ def read_documents(file: Path, vocab_size: int) -> list[Document]:
     Raises:
       DataError: a damaged or empty file, ids outside the vocabulary; the message names the file.
     """
-    arrays = _arrays(file)
-    parts = {}
-    for name in PARTS:
-        ids, lengths = arrays[name], arrays[f"{name}_len"].astype(np.int64)
-        ends = np.cumsum(lengths)
-        outside = (ids < 0) | (ids >= vocab_size)
-        problem = None
-        if not len(lengths):
-            problem = "no documents"
-        elif (lengths < 1).any():
-            problem = f"document {int(np.argmax(lengths < 1))} has an empty {name}"
-        elif ends[-1] != len(ids):
-            problem = f"{name}_len adds up to {ends[-1]}, but {name!r} has {len(ids)} ids"
-        elif outside.any():
-            bad = int(np.argmax(outside))
-            document = int(np.searchsorted(ends, bad, side="right"))
-            place = f"document {document}: token id {int(ids[bad])} in {name!r}"
-            problem = f"{place} is outside the target's vocabulary of {vocab_size}"
-        if problem:
-            raise DataError(f"{file}: {problem}")
-        parts[name] = np.split(ids, ends[:-1])
-    if len(parts["prompt"]) != len(parts["answer"]):
-        raise DataError(f"{file}: {len(parts['prompt'])} prompts, but {len(parts['answer'])} answers")
-    return list(zip(parts["prompt"], parts["answer"]))
-
-
-def _arrays(file: Path) -> dict[str, np.ndarray]:
-    """Reads a file's four arrays, all one-dimensional integers."""
-    if not file.stat().st_size:
-        raise DataError(f"{file}: empty file")
     try:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in ARRAYS if name in stored}
     except Exception as error:  # of NumPy, and zipfile's and zlib's own errors for damaged members
         raise DataError(f"{file}: not a readable .npz file ({type(error).__name__}: {error})") from None
-    for name in ARRAYS:
-        if name not in arrays:
-            raise DataError(f"{file}: array {name!r} is missing (expected {', '.join(ARRAYS)})")
-        array = arrays[name]
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise DataError(f"{file}: array {name!r} must be one-dimensional integers, got {array.dtype} {array.shape}")
-    return arrays
+    try:
+        prompts, answers = (_split(arrays, name, vocab_size) for name in PARTS)
+        if len(prompts) != len(answers):
+            raise ValueError(f"{len(prompts)} prompts, but {len(answers)} answers")
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from None
+    return list(zip(prompts, answers))
+
+
+def _split(arrays: Mapping[str, np.ndarray], name: str, vocab_size: int) -> list[np.ndarray]:
+    """Returns the ids of each document's prompt or answer; ValueError: what is wrong with the arrays."""
+    for key in (name, f"{name}_len"):
+        if key not in arrays:
+            raise ValueError(f"array {key!r} is missing (expected {', '.join(ARRAYS)})")
+        if arrays[key].ndim != 1 or not np.issubdtype(arrays[key].dtype, np.integer):
+            raise ValueError(
+                f"array {key!r} must be one-dimensional integers, got {arrays[key].dtype} {arrays[key].shape}"
+            )
+    ids, lengths = arrays[name], arrays[f"{name}_len"].astype(np.int64)
+    ends = np.cumsum(lengths)
+    if not len(lengths):
+        raise ValueError("no documents")
+    if (lengths < 1).any():
+        raise ValueError(f"document {int(np.argmax(lengths < 1))} has an empty {name}")
+    if ends[-1] != len(ids):
+        raise ValueError(f"{name}_len adds up to {ends[-1]}, but {name!r} has {len(ids)} ids")
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        bad = int(np.argmax(outside))
+        place = f"document {int(np.searchsorted(ends, bad, side='right'))}: token id {int(ids[bad])} in {name!r}"
+        raise ValueError(f"{place} is outside the target's vocabulary of {vocab_size}")
+    return np.split(ids, ends[:-1])
 
 
 def write_documents(path: Path, documents: Iterable[Document], vocab_size: int) -> None:
@@ -231,12 +222,11 @@ def write_documents(path: Path, documents: Iterable[Document], vocab_size: int) 
     write_atomically(path, content.getvalue())
 
 
-@dataclasses.dataclass(frozen=True)
 class _Rows:
     """Padded documents by index, for Grain to shuffle and batch."""
 
-    documents: Documents
-    length: int
+    def __init__(self, documents: Documents, length: int):
+        self.documents, self.length = documents, length
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -252,7 +242,7 @@ class _Rows:
 
 
 def batches(documents: Documents, *, length: int, batch: int, seed: int) -> Any:
-    """Returns endless shuffled batches by step number: `batches(...)[step]` is the same on every machine and run.
+    """Returns endless shuffled batches by step number, the same on every machine and run.
 
     Returns:
       A Grain dataset of dicts: tokens `[batch, length]`, prompt_length, length and document `[batch]`.

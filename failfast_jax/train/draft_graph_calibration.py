@@ -24,7 +24,6 @@ from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
 from failfast_jax.checkpoints.hub import find_models
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.decoding.diffusion_decoding import DiffusionState
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
 from failfast_jax.engine import FailFast
@@ -79,19 +78,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def work(args: argparse.Namespace) -> None:
     """Counts on prompts, chooses states, measures them on others and writes the graph."""
     options = CalibrationOptions.given(args)
-    config = GenerationConfig(
-        DIFFUSION_METHOD,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        options={name: getattr(args, name) for name in ScheduleOptions.names()},
-    )
+    schedule = {name: getattr(args, name) for name in ScheduleOptions.names()}
+    sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
+    config = GenerationConfig(DIFFUSION_METHOD, options=schedule, **sampling)
     find_models({"--target": args.target})
     file = args.out or default_file(args.target)
     if not file.resolve().parent.is_dir():
         raise OptionError(f"--out {file}: no such folder")
     engine = FailFast(args.target, dtype=args.dtype, tensor_parallel=options.tensor_parallel)
-    counted, held_out = _prompts(args, options, engine)
+    vocab = engine.target.config.vocab_size
+    loaded = documents.load_documents(
+        args.data,
+        vocab_size=vocab,
+        shortest=3,
+        longest=engine.max_seq_len,
+        skip_short=True,
+        read={".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)},
+    )
+    counted, held_out = ([prompt.tolist() for prompt, _ in part.pairs()] for part in loaded.split(options.held_out))
+    counted = counted[: options.prompts]
     check_same({"prompts": stamp(counted), "held_out": stamp(held_out)})
     graph = calibrated(engine, counted, config, options.states)
     graph.save(file)  # every process: each reads its own host's
@@ -99,28 +104,13 @@ def work(args: argparse.Namespace) -> None:
     figures = report(engine, held_out, config, file, sorted({*(size for size in SHOWN if size < kept), kept}))
     dataclasses.replace(graph, about=graph.about | {"held_out": figures}).save(file)
     for line in figures["sizes"]:
-        same = "" if line["same_texts"] == figures["prompts"] else f", {line['same_texts']} of them with the same text"
         print(
             f"--spiffy {line['states']}: {line['passes']} passes and {line['adopted']} adopted, {line['plain']} "
-            f"without it: {line['fewer']:.2f} x fewer on {figures['prompts']} prompts not counted on{same}",
+            f"without it: {line['fewer']:.2f} x fewer on {figures['prompts']} prompts not counted on; "
+            f"{line['same_texts']} texts are the same",
             file=sys.stderr,
         )
-    print(json.dumps({"file": str(file), "states": len(graph.pair_sets), "held_out": figures}))
-
-
-def _prompts(
-    args: argparse.Namespace, options: CalibrationOptions, engine: FailFast
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the prompts to count on, and the prompts to report on."""
-    vocab = engine.target.config.vocab_size
-    readers = {".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)}
-    room = engine.max_seq_len
-    loaded = documents.load_documents(
-        args.data, vocab_size=vocab, shortest=3, longest=room, skip_short=True, read=readers
-    )
-    rest, held_out = loaded.split(options.held_out)
-    parts = [[prompt.tolist() for prompt, _ in part.pairs()] for part in (rest, held_out)]
-    return parts[0][: options.prompts], parts[1]
+    print(json.dumps({"file": str(file), "states": kept, "held_out": figures}))
 
 
 def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, most: int) -> DraftGraph:
@@ -191,18 +181,15 @@ def passes_of(
     state = session.prefill([engine.request(prompt, config, row) for row, prompt in enumerate(prompts)])
     rows: list[list[Pass]] = [[] for _ in prompts]
     while True:
-        running, *seen = jax.device_get(tuple(map(whole, _seen(state))))
+        guesses = state.guesses
+        parts = (state.running, state.text, state.at, guesses.at, guesses.tokens, guesses.confidence)
+        running, *seen = jax.device_get(tuple(map(whole, parts)))
         if not running.any():
             return rows, (session.block, session.small_block, float(session.threshold))
         for row in np.flatnonzero(running):
-            text, at, guess_at, *guesses = (part[row] for part in seen)
-            rows[row].append(Pass(int(at), text[at : at + session.block], int(guess_at), *guesses))
+            text, at, guess_at, *best = (part[row] for part in seen)
+            rows[row].append(Pass(int(at), text[at : at + session.block], int(guess_at), *best))
         state = session.advance(state, 1)
-
-
-def _seen(state: DiffusionState) -> tuple[Any, ...]:
-    guesses = state.guesses
-    return state.running, state.text, state.at, guesses.at, guesses.tokens, guesses.confidence
 
 
 def trajectories_of(passes: Sequence[Pass], mask_token: int) -> Iterator[list[Pairs]]:
@@ -263,8 +250,8 @@ def report(
     lines = []
     for size in sizes:
         drafted = answers(spiffy=size, spiffy_graph=str(file))
-        with_graph = sum(result.stats.target_passes for result in drafted)
-        line = {"states": size, "passes": with_graph, "plain": passes, "fewer": passes / with_graph}
+        line = {"states": size, "passes": sum(result.stats.target_passes for result in drafted), "plain": passes}
+        line["fewer"] = passes / line["passes"]
         line["adopted"] = sum(result.stats.adopted_passes for result in drafted)
         line["same_texts"] = sum(a.output_ids == b.output_ids for a, b in zip(plain, drafted))
         lines.append(line)

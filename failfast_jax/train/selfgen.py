@@ -6,13 +6,8 @@ With `--questions` it answers those instead.
 HumanEval prompts, those built into `bench` and those named in tests are never trained on: a prompt that
 contains one of them, or is contained in one, is skipped.
 
-A folder holds `selfgen.json`, the settings, and shards `shard-00000.npz` of these arrays:
-
-- `prompt` uint16 (uint32 if the vocabulary has more than 65,536 ids) `[sum(prompt_len)]` and `prompt_len` int32
-  `[documents]`: ids of system turn, user turn and assistant header, documents concatenated;
-- `answer`, of the same type, `[sum(answer_len)]` and `answer_len` int32 `[documents]`: ids of the greedy answer,
-  ending with a stop token unless cut at the limit.
-
+A folder holds `selfgen.json`, the settings, and shards `shard-00000.npz` of documents (see `documents`): system turn,
+user turn and assistant header are the prompt; the greedy answer ends with a stop token unless cut at the limit.
 A shard is a function of the settings and its number. Running again continues after the last whole shard.
 """
 
@@ -67,16 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, help="stop after the shard that ends after this time (exit status 3)")
 
 
-def _texts(args: argparse.Namespace) -> WriterTexts:
-    """Reads the texts that shards depend on, before anything else is loaded."""
-    held_out, questions = held_out_prompts(), ()
-    if args.questions is not None:
-        if args.openings is not None:
-            raise OptionError(f"--openings {args.openings}: not with --questions, which are asked as they are")
-        questions = _questions(args.questions, held_out)
-    return WriterTexts(read_openings(args.openings or OPENINGS_FILE), held_out, questions)
-
-
 def _questions(name: str, held_out: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the texts of `--questions`, each once, without those that are held out."""
     flag = f"--questions {name}"
@@ -103,7 +88,14 @@ def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) 
 
     Of several processes the first one reads and writes the folder."""
     options, deadline = SelfgenOptions.given(args), deadline_after(args.minutes)
-    texts = _texts(args)
+    # Texts that shards depend on are read before anything else is loaded.
+    held_out, questions = held_out_prompts(), ()
+    if args.questions is not None:
+        require(
+            args.openings is None, f"--openings {args.openings}", "not with --questions, which are asked as they are"
+        )
+        questions = _questions(args.questions, held_out)
+    texts = WriterTexts(read_openings(args.openings or OPENINGS_FILE), held_out, questions)
     count = options.documents or len(texts.questions) or DOCUMENTS
     if texts.questions:
         count = min(count, len(texts.questions))
@@ -141,9 +133,8 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
       OutOfTime: at the deadline, after a whole shard.
     """
     size, vocab = writer.options.shard_size, writer.engine.target.config.vocab_size
-    missing = _missing(folder, shards)
+    missing, seen = _missing(folder, shards), set()
     start, tokens, finished = time.perf_counter(), 0, 0
-    seen: set[tuple[int, ...]] = set()
 
     def speed() -> str:
         # Compiling is over after the first shard and says nothing about the ones to come.

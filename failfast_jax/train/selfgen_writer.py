@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.engine import FailFast
-from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.options import CommandOptions, option
+from failfast_jax.options import CommandOptions, option, require
 from failfast_jax.template_rendering import has_template, render
 from failfast_jax.text_stream import special_tokens, text_of
 from failfast_jax.train.documents import Document
@@ -46,9 +45,10 @@ class SelfgenOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size % self.data_parallel:
-            problem = f"must be a multiple of --data-parallel {self.data_parallel}"
-            raise OptionError(f"--batch-size {self.batch_size}: {problem}")
+        parts = self.data_parallel
+        require(
+            self.batch_size % parts == 0, f"--batch-size {self.batch_size}", f"must divide by --data-parallel {parts}"
+        )
 
 
 ELSEWHERE = ("documents", "tensor_parallel", "data_parallel")
@@ -87,14 +87,12 @@ def user_turn(tokenizer: Any, name: str = "the model") -> tuple[str, str]:
     Raises:
       OptionError: no tokenizer, no chat template, or one that does not render the content exactly once.
     """
-    if not has_template(tokenizer):
-        missing = "tokenizer" if tokenizer is None else "chat template"
-        raise OptionError(f"--target {name}: has no {missing}, which writing its own prompts needs")
+    missing = "tokenizer" if tokenizer is None else "chat template"
+    require(has_template(tokenizer), f"--target {name}", f"has no {missing}, which writing its own prompts needs")
     messages = [{"role": "user", "content": _USER_CONTENT}]
-    text = render(messages, tokenizer, f"--target {name}", add_generation_prompt=True)
-    parts = text.split(_USER_CONTENT)
-    if len(parts) != 2:
-        raise OptionError(f"--target {name}: its chat template renders the user's content {len(parts) - 1} times")
+    parts = render(messages, tokenizer, f"--target {name}", add_generation_prompt=True).split(_USER_CONTENT)
+    times = len(parts) - 1
+    require(times == 1, f"--target {name}", f"its chat template renders the user's content {times} times")
     return parts[0], parts[1]
 
 
@@ -119,29 +117,29 @@ class Writer:
         self.compile_s = 0.0
         name, room, answer = engine.target_name, engine.max_seq_len, options.max_answer_tokens
         self.turn = before, after = user_turn(engine.tokenizer, name)
-        self._openings, self._after = (
-            [self._encode(before + opening) for opening in texts.openings],
-            self._encode(after),
-        )
+        self._openings, self._after = [self._encode(before + text) for text in texts.openings], self._encode(after)
         self._special = {*special_tokens(engine.tokenizer), *engine.eos_token_ids}
-        if not all(self._openings):
-            raise OptionError(
-                f"--target {name}: its chat template writes nothing before the user's text, so that an empty opening "
-                "is an empty prompt: name openings with --openings FILE, without an empty line"
-            )
+        require(
+            all(self._openings),
+            f"--target {name}",
+            "its chat template writes nothing before the user's text, so that an empty opening is an empty prompt: "
+            "name openings with --openings FILE, without an empty line",
+        )
         needed = max(map(len, self._openings)) + options.max_prompt_tokens + len(self._after) + answer
-        if needed > room and not texts.questions:
-            raise OptionError(
-                f"--max-prompt-tokens {options.max_prompt_tokens}: with the template and --max-answer-tokens {answer} "
-                f"a document may have {needed} tokens, and the target's context is {room}"
-            )
+        require(
+            needed <= room or bool(texts.questions),
+            f"--max-prompt-tokens {options.max_prompt_tokens}",
+            f"with the template and --max-answer-tokens {answer} a document may have {needed} tokens, and the target's "
+            f"context is {room}",
+        )
         self._questions = [engine.encode(text) for text in texts.questions]
         for number, (ids, text) in enumerate(zip(self._questions, texts.questions)):
-            if len(ids) + answer > room:
-                raise OptionError(
-                    f"--questions: number {number} has {len(ids)} tokens, which with --max-answer-tokens {answer} is "
-                    f"more than the target's context of {room}: {text[:60]!r}"
-                )
+            require(
+                len(ids) + answer <= room,
+                "--questions",
+                f"number {number} has {len(ids)} tokens, which with --max-answer-tokens {answer} is more than the "
+                f"target's context of {room}: {text[:60]!r}",
+            )
 
     def _encode(self, text: str) -> list[int]:
         return self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -193,12 +191,9 @@ class Writer:
           ValueError: hardly any sampled prompt can be used.
         """
         size, batch = self.options.shard_size, self.options.batch_size
-        if self._questions:
-            # By length, so that little of a batch is padding.
-            questions = sorted(self._questions[number * size : (number + 1) * size], key=len)
-            prompts = [(ids, 0) for ids in questions]
-        else:
-            prompts = self._sampled(number, seen)
+        # Questions by length, so that little of a batch is padding.
+        questions = sorted(self._questions[number * size : (number + 1) * size], key=len)
+        prompts = [(ids, 0) for ids in questions] or self._sampled(number, seen)
         documents: list[Document] = []
         for start in range(0, len(prompts), batch):
             part = prompts[start : start + batch]

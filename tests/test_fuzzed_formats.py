@@ -15,7 +15,6 @@ from fuzzed_formats import LIST, TEXT, Formats, opened
 
 from failfast_jax.checkpoints import orbax_folder, parameters
 from failfast_jax.checkpoints.checkpoint import open_checkpoint
-from failfast_jax.checkpoints.drafter import read_drafter
 from failfast_jax.errors import CheckpointError, ConfigError, InputError
 
 HUGE, NAN = 10**400, float("nan")
@@ -184,20 +183,6 @@ def test_heads_without_numbers(tmp_path):
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(CheckpointError, match="model.embed_tokens.weight is .4611686018427387904, 0. in"):
         opened(folder)
-
-
-def test_scales_of_a_drafter(tmp_path):
-    """A scale of another shape would be spread over the tensor: terabytes of a small file."""
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    (tmp_path / "config.json").write_text(
-        json.dumps({"failfast_drafter": 1, "family": "standalone", "target": {}, "network": {}})
-    )
-    tensors = {"w": np.zeros(10**5, np.int8), "w.scale": np.zeros((10**5, 1), np.float32)}
-    save_file(tensors, tmp_path / "drafter.safetensors")
-    with pytest.raises(CheckpointError, match=r"drafter.safetensors: w.scale is \[100000, 1\], not a scale a row"):
-        read_drafter(tmp_path)
 
 
 @pytest.mark.long

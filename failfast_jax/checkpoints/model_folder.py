@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from failfast_jax.checkpoints import drafter, safetensors_file
+from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
 from failfast_jax.checkpoints.drafter_keys import drafter_sign
 from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
+from failfast_jax.checkpoints.fast_dllm_folder import BORROW, OpenedBorrower
 from failfast_jax.checkpoints.feature_drafter_folder import DrafterLayout
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
@@ -30,6 +31,13 @@ from failfast_jax.util.files import is_regular_file, read_json
 
 LAYOUTS: tuple[DrafterLayout, ...] = (EAGLE_LAYOUT, BLOCK_LAYOUT)
 """Drafters that read their target's hidden states."""
+DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len")
+FORMER_OPTIONS = ("lookup_min", "min_gain", "policy")
+"""Options that folders of earlier versions may hold, too: without effect."""
+CHANCES = "chances"
+"""Key of `config.json`: how often tokens of each bin of confidence were right when the drafter was made."""
+FORMER_DRAFTER = "failfast_drafter"
+"""Key of `config.json` in standalone drafters of before."""
 
 
 class Fit(NamedTuple):
@@ -60,7 +68,12 @@ class ModelFolder:
         config = self.path / "config.json"
         self.where = str(config)
         self.raw = read_json(config) if is_regular_file(config) else None
-        self.is_standalone = self.raw is not None and drafter.FORMAT_KEY in self.raw
+        if self.raw is not None and FORMER_DRAFTER in self.raw:
+            raise ConfigError(
+                f"{self.name}: a standalone drafter in a layout that is no longer read; the command that trained it, "
+                "run again, writes it anew from its last checkpoint"
+            )
+        self.is_standalone = self.raw is not None and self.raw.get(BORROW) is True
         self.layout = None if self.raw is None or self.is_standalone else self._find_layout(self.raw)
 
     def _find_layout(self, raw: dict[str, Any]) -> DrafterLayout | None:
@@ -117,15 +130,22 @@ class ModelFolder:
     @property
     def chances(self) -> Any:
         """Its chances of right drafts, as its folder states them, unchecked; None: not stated."""
-        return self.raw.get(drafter.CHANCES) if self.borrows else None
+        return self.raw.get(CHANCES) if self.borrows else None
 
     def decoding(self, platform: str) -> dict[str, Any]:
-        """Options for decoding with this drafter that its folder recommends on a platform.
+        """Options for decoding with this drafter that its folder recommends on a platform (`cpu`, `gpu`, `tpu`).
 
         Raises:
-          ConfigError: an option that does not exist, or a value out of its range.
+          ConfigError: an option that does not exist.
         """
-        return drafter.decoding_defaults(self.raw, self.where, platform) if self.borrows else {}
+        stored = (self.raw.get("decoding") or {}) if self.borrows else {}
+        if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
+            raise ConfigError(f"{self.where}: key 'decoding' must map platforms to options, got {stored!r}")
+        options = {**stored.get("any", {}), **stored.get(platform, {})}
+        for name in options:
+            if name not in (*DECODING_OPTIONS, *FORMER_OPTIONS):
+                raise ConfigError(f"{self.where}: decoding option {name!r} is not one of {', '.join(DECODING_OPTIONS)}")
+        return {name: value for name, value in options.items() if name in DECODING_OPTIONS}
 
     def check_is_target(self) -> None:
         """Raises ConfigError: a drafter that needs a target."""
@@ -133,25 +153,24 @@ class ModelFolder:
             raise ConfigError(f"{self.name}: a drafter, which cannot be a target; name it with --drafter, and a target")
 
     def fit(self, target: ModelConfig, target_name: str) -> Fit:
-        """Checks a drafter against its target without reading the weights (except a standalone drafter's).
+        """Checks a drafter against its target without reading the weights.
 
         Raises:
           CheckpointError, ConfigError: it cannot be read, or belongs to another target.
         """
         if self.is_standalone:
-            folder = drafter.read_drafter(self.path, self.raw)
-            size = sum(value.size for value in folder.params.values())
-            return Fit(folder.config_for(target, target_name), size)
+            opened = OpenedBorrower.open(self.path, self.raw, target, target_name)
+            return Fit(opened.config, sum(map(math.prod, opened.shapes.values())))
         if self.layout is not None:
             opened = self.layout.open(self.path, target, target_name, raw=self.raw)
-            return Fit(opened.config.base, sum(math.prod(shape) for shape in opened.shapes.values()))
+            return Fit(opened.config.base, sum(map(math.prod, opened.shapes.values())))
         self.checkpoint.check()
         return Fit(self.checkpoint.config, self.checkpoint.num_parameters())
 
     def load_borrowing(self, target: Decoder, target_name: str, rope_theta: float | None = None) -> Any:
         """Reads a drafter that borrows from a target; errors are those of `fit`."""
         if self.is_standalone:
-            return drafter.load_drafter(self.path, target, target_name, self.raw)
+            return OpenedBorrower.open(self.path, self.raw, target.config, target_name).load(target)
         return self.layout.load(self.path, target, target_name, rope_theta, self.raw)
 
     def load(

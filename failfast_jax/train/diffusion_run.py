@@ -8,12 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from failfast_jax.checkpoints import drafter as folders
 from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
-from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dllm
+from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_borrowing, save_fast_dllm
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import OptionError
@@ -203,14 +201,7 @@ class StandaloneObjective(DiffusionObjective):
         return super().loss(trainable, constants, batch, key)
 
     def save(self, trainable, folder, *, storage="bfloat16", **extra):
-        config = {
-            "family": folders.STANDALONE,
-            "target": self.constants["target"].config.shape_key(),
-            "network": {"num_layers": self.config.num_layers, "block_size": self.config.block_size},
-            **extra,
-        }
-        params = {name: np.asarray(value) for name, value in trainable.items()}
-        folders.save_drafter(folder, config, params, storage=storage)
+        save_borrowing(folder, self.constants["target"].config, self.config, trainable, storage=storage, **extra)
 
     def drafter(self, trainable):
         return self.model(trainable, self.constants, self.constants["target"].dtype)

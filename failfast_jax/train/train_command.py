@@ -21,8 +21,8 @@ import numpy as np
 from huggingface_hub import HfApi
 
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
-from failfast_jax.checkpoints.drafter import CHANCES
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models
+from failfast_jax.checkpoints.model_folder import CHANCES, FORMER_DRAFTER
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
@@ -216,8 +216,10 @@ def _finished_report(drafter: Path, config: TrainConfig) -> dict[str, Any] | Non
     """Returns the report of a run whose drafter is written; None if there is still something to do."""
     if not (drafter / "config.json").is_file():
         return None
-    training = read_json(drafter / "config.json").get("training") or {}
-    if (training.get("steps_done"), training.get("storage")) != (config.steps, config.storage):
+    written = read_json(drafter / "config.json")
+    training = written.get("training") or {}
+    is_finished = (training.get("steps_done"), training.get("storage")) == (config.steps, config.storage)
+    if not is_finished or FORMER_DRAFTER in written:
         return None
     return _report(drafter, training)
 

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from failfast_jax.checkpoints import feature_drafter_folder
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
-from failfast_jax.checkpoints.drafter import STORAGES
+from failfast_jax.checkpoints.feature_drafter_folder import STORAGES
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.errors import OptionError
 from failfast_jax.models.block_network import DSparkConfig
@@ -241,10 +240,8 @@ class TrainConfig:
 
     def _rules(self) -> Iterator[tuple[Any, str, str]]:
         """Yields what may not be: whether it is so, the option that is wrong, and the reason."""
-        storages, row_features = feature_drafter_folder.STORAGES, bool(self.row_features)
+        row_features = bool(self.row_features)
         yield (self.eval_prompts or 0) > self.held_out, "eval_prompts", f"must be at most --held-out {self.held_out}"
-        unstored = self.family not in STANDALONE and self.storage not in storages
-        yield unstored, "storage", f"{self.family} drafters are stored as {' or '.join(storages)}"
         unshared = self.fsdp != 1 and self.family not in DIFFUSION
         yield unshared, "fsdp", "only the parameters of --family diffusion are shared among devices"
         uncached = self.cache_layers and not self.feature_cache

@@ -33,10 +33,11 @@ from checkpoint_files import (
 )
 from tiny_models import random_model
 
-from failfast_jax.checkpoints import checkpoint, drafter, hub, orbax_folder, parameter_map
+from failfast_jax.checkpoints import checkpoint, hub, orbax_folder, parameter_map
 from failfast_jax.checkpoints.checkpoint import load_model
-from failfast_jax.checkpoints.drafter import load_drafter
+from failfast_jax.checkpoints.fast_dllm_folder import save_borrowing
 from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config_keys import read_model
@@ -207,34 +208,36 @@ def test_bad_values_in_a_converted_folder(tmp_path, quantize):
     refuses(rf"{tmp_path}/params: tensor {key} holds NaN or infinite", tmp_path, quantize=quantize)
 
 
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
-def test_bad_values_in_a_drafter(tmp_path, storage):
-    target, config, params = standalone()
-    drafter.save_drafter(tmp_path, config, params, storage=storage)
-    assert load_drafter(tmp_path, target).kind == "block-diffusion"
-    for changes, message in (
-        ({"family": "conditioned"}, "family 'conditioned' is not read"),
-        ({"network": {"num_layers": 0}}, "key 'num_layers' must be an integer from 1 to 4096, got 0"),
-        ({"target": target.shape_key() | {"num_layers": 9}}, "trained for a target with num_layers 9; the target has"),
-    ):
-        drafter.save_drafter(tmp_path, config | changes, params)
-        with pytest.raises(ConfigError, match=message):
-            load_drafter(tmp_path, target)
-    key = "layers.0.mlp.down.weight"
-    with np.errstate(invalid="ignore"):
-        drafter.save_drafter(tmp_path, config, with_bad_value(params, key, np.inf), storage=storage)
-    with pytest.raises(CheckpointError, match=rf"drafter.safetensors: tensor {key} holds NaN or infinite"):
-        load_drafter(tmp_path, target)
-
-
-def standalone() -> tuple[Decoder, dict, dict]:
-    """A target, and a standalone drafter of its first layer: configuration and parameters."""
-    target = load_model(GOLDEN / "qwen2_target_160")
-    leaves = Skeleton.of(random_model(target.config.with_mask_row(1, 8))).leaves
-    params = {name: np.asarray(leaf[...]) for name, leaf in leaves.items() if not name.startswith(("embed", "head"))}
+def test_drafters_that_borrow(tmp_path):
+    """One layer of a Qwen3 target, with its q/k norms: the same parameters again, and what is refused."""
+    target = load_model(GOLDEN / "field" / "qwen3_a")
+    config = target.config.with_mask_row(1, 8)
+    leaves = {name: np.asarray(leaf[...]) for name, leaf in Skeleton.of(random_model(config)).leaves.items()}
+    params = {name: leaf for name, leaf in leaves.items() if not name.startswith(("embed", "head"))}
     params["mask"] = np.ones(target.config.hidden_size, np.float32)
-    network = {"num_layers": 1, "block_size": 8}
-    return target, {"family": drafter.STANDALONE, "target": target.shape_key(), "network": network}, params
+    save_borrowing(tmp_path, target.config, config, params, storage="float32")
+    folder = ModelFolder(tmp_path)
+    read = folder.load_borrowing(target, "the target")
+    again = Skeleton.of(read).leaves
+    assert all(np.array_equal(again[name][...], value) for name, value in params.items() if name != "mask")
+    np.testing.assert_array_equal(read.embed[...], np.concatenate([target.embed[...], params["mask"][None]]))
+    assert (read.kind, read.config, folder.method) == ("block-diffusion", config, "failfast")
+    assert folder.fit(target.config, "").parameters == sum(value.size for value in params.values())
+    with pytest.raises(ConfigError, match="--drafter"):
+        folder.check_is_target()
+    written = json.loads((tmp_path / "config.json").read_text())
+    for changes, message in (
+        ({"failfast_drafter": 1}, "no longer read"),
+        ({"num_hidden_layers": 0}, "key 'num_hidden_layers' must be an integer from 1 to 4096, got 0"),
+        ({"target": written["target"] | {"num_layers": 9}}, "trained for a target with num_layers 9; the target has"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(written | changes))
+        with pytest.raises(ConfigError, match=message):
+            ModelFolder(tmp_path).load_borrowing(target, "the target")
+    key = "layers.0.mlp.down.weight"
+    save_borrowing(tmp_path, target.config, config, with_bad_value(params, key, np.inf))
+    with pytest.raises(CheckpointError, match="model.safetensors: tensor .*down_proj.weight holds NaN or infinite"):
+        ModelFolder(tmp_path).load_borrowing(target, "the target")
 
 
 def test_values_that_the_wanted_type_cannot_hold(tmp_path):

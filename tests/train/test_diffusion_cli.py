@@ -219,7 +219,6 @@ def test_a_released_model_is_trained_on(name, of_target, steps, corpus, tmp_path
         (["--freeze", "head,body"], "--freeze head,body: the model has embed, head, norm, layers"),
         (["--kl-weight", "0.5"], "--kl-weight 0.5: --family diffusion has no such option, only standalone"),
         (["--mask-token", "160"], "mask token 160 is outside the vocabulary of 160"),
-        (["--storage", "int8"], "--storage int8: diffusion drafters are stored as bfloat16 or float32"),
         (["--fsdp", "3"], "--fsdp 3: must divide the 1 devices"),
         (
             ["--start", str(GOLDEN / "field" / "qwen3_a"), "--mask-token", "9"],

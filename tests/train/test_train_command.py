@@ -83,7 +83,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     report = json.loads(capsys.readouterr().out)
     assert report["steps"] == 4 and report["rounds"] > 0 and report["drafted_per_round"] > 0
     config = json.loads((out / "drafter" / "config.json").read_text())
-    assert config.get("family") == (family[1] if family[1] == "standalone" else None)
+    assert config.get("borrow") == (True if family[1] == "standalone" else None)
     assert config["training"]["family"] == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
     calibration = config["training"].get("calibration")
@@ -95,6 +95,10 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     drafted = engine.generate([[5, 6, 7]], method="failfast", spec_len=3, max_spec_len=3, tau=0.0, **options)[0]
     assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids
     assert drafted.stats.drafted > 0
+    if family[1] == "standalone":  # in the layout of before: the command writes it anew
+        (out / "drafter" / "config.json").write_text(json.dumps(config | {"failfast_drafter": 1}))
+        assert main(whole) == 0 and json.loads(capsys.readouterr().out) == report
+        assert json.loads((out / "drafter" / "config.json").read_text()) == config
     # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
     (out / "drafter" / "config.json").write_text(json.dumps(config | {"decoding": {"cpu": {"spec_len": 2}}}))
     monkeypatch.setattr(train_command, "load_model", None)
@@ -169,7 +173,6 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--family", "dspark", "--features", "5"], "--features 5: the target's layers are 0 to"),
         (["--family", "dspark"], "--mask-token: the target has no tokenizer: name an id that no text has"),
         (["--family", "dspark", "--mask-token", "999"], "--mask-token 999: the target's vocabulary has"),
-        (["--family", "dspark", "--storage", "int8"], "--storage int8: dspark drafters are stored as bfloat16"),
         (
             ["--family", "dflash", "--markov-rank", "3"],
             "--markov-rank 3: --family dflash has no such option, only dspark",

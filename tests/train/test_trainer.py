@@ -16,8 +16,7 @@ from tiers import tiers
 from training_runs import make_batches, make_objective
 
 from failfast_jax import FailFast
-from failfast_jax.checkpoints.block_drafter_folder import load_dspark
-from failfast_jax.checkpoints.drafter import load_drafter
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.errors import CheckpointError, OptionError, PromptTooLong
 from failfast_jax.train import trainer
 from failfast_jax.train.documents import Documents, batches
@@ -173,8 +172,7 @@ def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp
     assert measure.last["accepted_per_round"] > before["accepted_per_round"] + 0.3
     objective.save(state["ema"], tmp_path / "drafter", storage="float32")
     # A drafter of the same shapes: the programs of the measurement serve it, too.
-    read = {"extended": load_dspark, "standalone": load_drafter}[family]
-    measure.engine.drafter = read(tmp_path / "drafter", target)
+    measure.engine.drafter = ModelFolder(tmp_path / "drafter").load_borrowing(target, "the target")
     drafted = measure.engine.generate(measure.prompts, **measure.options)
     assert [r.output_ids for r in drafted] == [answer.tolist() for _, answer in own_answers.pairs()]
     assert np.mean([log.accepted for r in drafted for log in r.rounds]) == measure.last["accepted_per_round"]

@@ -105,7 +105,8 @@ def save_borrowing(
     Args:
       config: of `target.with_mask_row`.
       params: of its layers and final norm, by path, and `mask` `[E]`.
-      storage, extra: see `save_fast_dllm`.
+      storage: one of `feature_drafter_folder.STORAGES`.
+      extra: joins `config.json`.
     """
     shape = dataclasses.replace(config, vocab_size=target.vocab_size)
     keys = _config_dict(shape, storage) | {BORROW: True, "target": target.shape_key()}

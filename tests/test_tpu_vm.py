@@ -60,6 +60,10 @@ class Cloud:
         return log.read_text().splitlines()
 
 
+PLACE = "--zone zone-b --project project-a"
+DELETE_VM, DELETE_DISK = f"compute tpus tpu-vm delete tpu-a {PLACE}", f"compute disks delete tpu-a-data {PLACE}"
+
+
 @pytest.mark.parametrize(
     "tpu_type, disk_type, version",
     [
@@ -68,24 +72,19 @@ class Cloud:
         ("v5p-8", "pd-balanced", "v2-alpha-tpuv5"),
     ],
 )
-def test_a_vm_has_a_disk_that_holds_the_models(tmp_path, tpu_type, disk_type, version):
-    disk, vm = Cloud(tmp_path, tpu_type).told("create", "--spot")
-    assert disk == f"compute disks create tpu-a-data --size 200GB --type {disk_type} --zone zone-b --project project-a"
-    assert vm == (
+def test_a_vm_and_its_disk(tmp_path, tpu_type, disk_type, version):
+    """Models are read from the disk."""
+    cloud = Cloud(tmp_path, tpu_type)
+    assert cloud.told("create", "--spot") == [
+        f"compute disks create tpu-a-data --size 200GB --type {disk_type} {PLACE}",
         f"compute tpus tpu-vm create tpu-a --accelerator-type {tpu_type} --data-disk "
-        f"source=projects/project-a/zones/zone-b/disks/tpu-a-data,mode=read-write "
-        f"--version {version} --spot --zone zone-b --project project-a"
-    )
-
-
-def test_commands_read_models_from_that_disk(tmp_path):
-    cloud = Cloud(tmp_path, "v6e-8")
-    cloud.told("create")
-    [command] = cloud.told("run", "python", "-V")
-    assert command == (
+        f"source=projects/project-a/zones/zone-b/disks/tpu-a-data,mode=read-write --version {version} --spot {PLACE}",
+    ]
+    assert cloud.told("run", "python", "x.py", "--dry-run") == [
         "compute tpus tpu-vm ssh tpu-a --worker all --command export HF_HOME=/mnt/data/huggingface && cd failfast-jax "
-        "&& source .venv/bin/activate && python -V --zone zone-b --project project-a"
-    )
+        f"&& source .venv/bin/activate && python x.py --dry-run {PLACE}"
+    ]
+    assert cloud.told("delete") == [DELETE_VM, DELETE_DISK]
 
 
 @pytest.mark.parametrize("tpu_type", ["v5litepod-16", "v6e-16", "v5p-16"])
@@ -96,26 +95,19 @@ def test_the_hosts_of_a_pod_share_no_disk(tmp_path, tpu_type):
     [command] = cloud.told("run", "python", "-V")
     assert "--worker all --command cd failfast-jax" in command
     copied, installed, answered = cloud.told("setup")
-    assert (
-        copied.endswith("--worker all --zone zone-b --project project-a")
-        and "--worker all" in installed
-        and "--worker 0" in answered
-    )
+    assert copied.endswith(f"--worker all {PLACE}") and "--worker all" in installed and "--worker 0" in answered
 
 
 def test_a_queued_slice(tmp_path):
     cloud = Cloud(tmp_path, "v6e-8")
-    _, queued = cloud.told("create", "--queue", "--spot")
-    assert queued == (
+    assert cloud.told("create", "--queue", "--spot")[1] == (
         "compute tpus queued-resources create tpu-a --node-id tpu-a --accelerator-type v6e-8 --runtime-version "
-        "v2-alpha-tpuv6e --spot --zone zone-b --project project-a"
+        f"v2-alpha-tpuv6e --spot {PLACE}"
     )
-    assert "alpha compute tpus tpu-vm attach-disk tpu-a" in cloud.told("setup")[0]
-    assert cloud.told("status") == ["compute tpus queued-resources describe tpu-a --zone zone-b --project project-a"]
-    assert cloud.told("delete") == [
-        "compute tpus queued-resources delete tpu-a --force --zone zone-b --project project-a",
-        "compute disks delete tpu-a-data --zone zone-b --project project-a",
-    ]
+    attached = f"alpha compute tpus tpu-vm attach-disk tpu-a --disk tpu-a-data --mode read-write {PLACE}"
+    assert cloud.told("setup")[0] == attached
+    assert cloud.told("status") == [f"compute tpus queued-resources describe tpu-a {PLACE}"]
+    assert cloud.told("delete") == [f"compute tpus queued-resources delete tpu-a --force {PLACE}", DELETE_DISK]
 
 
 def test_what_remains_is_said_and_nothing_else_is_deleted(tmp_path):
@@ -129,43 +121,39 @@ def test_what_remains_is_said_and_nothing_else_is_deleted(tmp_path):
     (tmp_path / "log.listed").write_text("tpu-a-data\n")
     kept = cloud.run("delete", fails="disks delete")
     assert kept.returncode == 1 and kept.stderr == "costs money until 'tpu_vm.sh delete': disk of tpu-a in zone-b\n"
-    assert cloud.told("delete") == ["compute disks delete tpu-a-data --zone zone-b --project project-a"]
+    assert cloud.told("delete") == [DELETE_DISK]
     assert cloud.run("delete").returncode == 2
 
 
-@pytest.mark.parametrize("how", ["fails", "stops"])
+@pytest.mark.parametrize("fault", ["fails", "stops"])
 @pytest.mark.parametrize(
-    "words, call, sure, unsure",
+    "words, call, sure, unsure, deletion",
     [
-        ((), "disks create", "", "disk"),
-        ((), "tpu-vm create", "disk", "vm"),
-        (("--queue",), "queued-resources create", "disk", "queue"),
+        ((), "disks create", "", "disk", "disks delete"),
+        ((), "tpu-vm create", "disk", "vm", "tpu-vm delete"),
+        (("--queue",), "queued-resources create", "disk", "queue", "queued-resources delete"),
     ],
 )
-def test_what_may_exist_is_said_and_deleted(tmp_path, how, words, call, sure, unsure):
-    """gcloud may have made what it fails at, or is stopped at, all the same."""
+def test_what_may_exist_is_named_and_deleted(tmp_path, fault, words, call, sure, unsure, deletion):
+    """gcloud may have made it although it failed, or was stopped."""
     cloud = Cloud(tmp_path, "v6e-8")
-    done = cloud.run("create", *words, **{how: call})
+    done = cloud.run("create", *words, **{fault: call})
     assert done.returncode != 0
-    says = [f"costs money until 'tpu_vm.sh delete': {sure} of tpu-a in zone-b"] if sure else []
-    says += [
+    lines = [f"costs money until 'tpu_vm.sh delete': {sure} of tpu-a in zone-b"] if sure else []
+    lines += [
         f"may exist and cost money until 'tpu_vm.sh delete': {unsure} of tpu-a in zone-b (asked for, not confirmed)"
     ]
-    assert done.stderr.splitlines() == says
+    assert done.stderr.splitlines() == lines
     assert "was created before" in cloud.run("create").stderr
-    said = {"vm": "tpu-vm delete", "queue": "queued-resources delete", "disk": "disks delete"}[unsure]
     (tmp_path / "log.listed").write_text("other-tpu-a\nprojects/p/nodes/tpu-a\ntpu-a-data\n")
-    kept = cloud.run("delete", fails=said)
+    kept = cloud.run("delete", fails=deletion)
     assert kept.returncode == 1 and f"delete': {unsure} of tpu-a" in kept.stderr
     silent = cloud.run("delete", fails=" ")
     assert silent.returncode == 2 and "gcloud does not say" in silent.stderr and "may exist" in silent.stderr
     (tmp_path / "log.listed").write_text("other-tpu-a\nother-tpu-a-data\n")
-    gone = cloud.run("delete", fails=said)
-    assert (
-        gone.returncode == 0
-        and gone.stderr == f"gcloud lists no such {unsure}: it is gone already, or was never made\n"
-    )
-    assert cloud.run("delete").returncode == 2
+    gone = cloud.run("delete", fails=deletion)
+    assert gone.returncode == 0 and gone.stderr.startswith(f"gcloud lists no such {unsure}: it is gone already")
+    assert len(gone.stderr.splitlines()) == 1 and cloud.run("delete").returncode == 2
 
 
 @pytest.mark.parametrize("words, first", [((), "tpu-vm delete"), (("--queue",), "queued-resources delete")])
@@ -176,15 +164,8 @@ def test_the_disk_of_a_slice_that_is_gone_is_deleted(tmp_path, words, first):
     (tmp_path / "log.listed").write_text("tpu-a-data\nnot-tpu-a\n")
     done = cloud.run("delete", fails=first)
     assert done.returncode == 0 and "it is gone already" in done.stderr and "costs money" not in done.stderr
-    assert cloud.all_told()[-1] == "compute disks delete tpu-a-data --zone zone-b --project project-a"
+    assert cloud.all_told()[-1] == DELETE_DISK
     assert cloud.run("delete").returncode == 2  # nothing is left
-
-
-def test_the_disk_that_is_gone_is_forgotten(tmp_path):
-    cloud = Cloud(tmp_path, "v6e-8")
-    cloud.told("create")
-    done = cloud.run("delete", fails="disks delete")
-    assert done.returncode == 0 and done.stderr == "gcloud lists no such disk: it is gone already, or was never made\n"
 
 
 def test_a_slice_that_is_kept_keeps_its_disk(tmp_path):
@@ -208,7 +189,7 @@ def test_a_slice_stays_in_its_project(tmp_path, words):
     assert ("--project PROJECT" if words == ("delete",) else "--project project-b") in dry
 
 
-def test_projects_that_are_in_doubt(tmp_path):
+def test_projects_and_homes_that_are_in_doubt(tmp_path):
     cloud = Cloud(tmp_path, "v6e-8")
     none = cloud.run("create", CONFIGURED="")
     assert none.returncode == 2 and none.stderr.startswith("TPU_PROJECT: set it") and not cloud.all_told()
@@ -216,6 +197,8 @@ def test_projects_that_are_in_doubt(tmp_path):
     other = cloud.run("delete", TPU_PROJECT="project-b")
     assert other.returncode == 2 and "was created in the project project-a" in other.stderr
     assert len(cloud.told("delete", TPU_PROJECT="project-a")) == 2
+    nowhere = cloud.run("create", HOME="", XDG_STATE_HOME="")
+    assert nowhere.returncode == 2 and nowhere.stderr.startswith("HOME: ")
     assert all("--project project-c" in line for line in cloud.told("create", CONFIGURED="project-c"))
 
 
@@ -229,39 +212,19 @@ def test_what_is_not_committed_is_said(tmp_path):
     assert "last commit" not in cloud.run("setup").stderr
 
 
-def test_no_home_to_write_in(tmp_path):
-    cloud = Cloud(tmp_path, "v6e-8")
-    done = cloud.run("create", HOME="", XDG_STATE_HOME="")
-    assert done.returncode == 2 and done.stderr.startswith("HOME: ") and not cloud.all_told()
-
-
-DELETED = [
-    "gcloud compute tpus tpu-vm delete tpu-a --zone zone-b --project project-a ",
-    "gcloud compute disks delete tpu-a-data --zone zone-b --project project-a ",
-]
-
-
 def test_a_dry_run_does_nothing(tmp_path):
     cloud, temporary = Cloud(tmp_path, "v6e-8"), tmp_path / "temporary"
     temporary.mkdir()
-    commands = (
-        ("create", "--queue"),
-        ("setup",),
-        ("run", "python -V"),
-        ("copy", "report", "here"),
-        ("status",),
-        ("delete",),
-    )
-    for command in commands:
-        done, again = (cloud.run("--dry-run", *command, TMPDIR=str(temporary)) for _ in range(2))
-        assert done.returncode == 0 and done.stdout.startswith("gcloud "), done.stderr
-        assert again.stdout == done.stdout
-    unknown = [line.replace("project-a", "PROJECT") for line in DELETED]  # gcloud is not even asked for it
+    for line in ("create --queue", "setup", "run 'python -V'", "copy report here", "status", "delete"):
+        done, again = (cloud.run("--dry-run", *shlex.split(line), TMPDIR=str(temporary)) for _ in range(2))
+        assert done.returncode == 0 and done.stdout.startswith("gcloud ") and again.stdout == done.stdout, done.stderr
+    printed = [f"gcloud {call} " for call in (DELETE_VM, DELETE_DISK)]
+    unknown = [line.replace("project-a", "PROJECT") for line in printed]  # gcloud is not even asked for it
     assert done.stdout.splitlines() == unknown
     assert cloud.run("--dry-run", "delete", TPU_TYPE="v6e-16").stdout.splitlines() == unknown[:1]
     assert not cloud.all_told() and not list(temporary.iterdir()) and cloud.run("delete").returncode == 2
     cloud.told("create")
-    assert cloud.run("--dry-run", "delete").stdout.splitlines() == DELETED
+    assert cloud.run("--dry-run", "delete").stdout.splitlines() == printed
     assert len(cloud.told("delete")) == 2
 
 
@@ -275,21 +238,21 @@ def test_the_commands_of_the_page(tmp_path):
         assert done.returncode == 0 and done.stdout.startswith("gcloud "), line + done.stderr
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("delete", "--dry-run"), ("delete", "all"), ("setup", "--dry-run"), ("setup", "now"), ("create", "--dry-run"),
-        ("create", "now"), ("run", "--dry-run", "python"), ("run",), ("copy", "--dry-run", "report"), ("copy", "a"),
-        ("copy", "report", "here", "there"), ("status", "--dry-run"), ("remove",), (),
-    ],
-)  # fmt: skip
-def test_words_that_are_not_understood(tmp_path, command):
-    """Nothing is done, nor is what was made forgotten."""
+MISUNDERSTOOD = [
+    "delete --dry-run", "delete all", "setup --dry-run", "setup now", "create --dry-run", "create now",
+    "run --dry-run python", "run", "copy --dry-run report", "copy a", "copy report here there", "status --dry-run",
+    "remove", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", MISUNDERSTOOD)
+def test_misunderstood_words(tmp_path, line):
+    """Nothing is done, and the list of what was made is kept."""
     cloud = Cloud(tmp_path, "v6e-8")
     cloud.told("create")
     before = cloud.all_told()
-    done = cloud.run(*command)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) in (2, 12)  # one line, or the usage; and what costs
+    done = cloud.run(*line.split())
+    assert done.returncode == 2 and len(done.stderr.splitlines()) in (2, 12)  # one line, or the usage; and the costs
     assert cloud.all_told() == before
     assert len(cloud.told("delete")) == 2
 
@@ -303,26 +266,23 @@ def test_help_needs_no_slice(tmp_path):
     assert (done.returncode, done.stderr) == (2, "TPU_NAME: set it to the name of the slice\n")
 
 
-def test_a_command_has_its_own_flags(tmp_path):
-    [command] = Cloud(tmp_path, "v6e-8").told("run", "python", "x.py", "--dry-run")
-    assert "python x.py --dry-run" in command
+REFUSED = {
+    "TPU_TYPE: set it": [""],
+    "GKE alone": ["tpu7x-8"],
+    "must be v5litepod-N": ["a100", "v6e-", "v6e-abc", "v6e-0"],
+    "gcloud calls it v5litepod-8": ["v5e-8"],
+    "there are v6e-1, 4, 8": ["v6e-3", "v6e-2", "v6e-512"],
+    "there are v5p-8": ["v5p-12", "v5p-4", "v5p-129", "v5p-12416", "v5p-1"],
+    "there are v5litepod-1": ["v5litepod-12", "v5litepod-99999"],
+}
 
 
-@pytest.mark.parametrize(
-    "tpu_type, said",
-    [
-        ("", "TPU_TYPE: set it"), ("tpu7x-8", "GKE alone"), ("a100", "must be v5litepod-N"), ("v6e-", "must be"),
-        ("v6e-abc", "must be"), ("v6e-0", "must be"), ("v5e-8", "gcloud calls it v5litepod-8"),
-        ("v6e-3", "there are v6e-1, 4, 8"), ("v6e-2", "there are"), ("v6e-512", "there are"), ("v5p-12", "there are"),
-        ("v5p-4", "there are v5p-8"), ("v5p-129", "there are"), ("v5p-12416", "there are"),
-        ("v5litepod-12", "there are v5litepod-1"), ("v5litepod-99999", "there are"), ("v5p-1", "there are"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("command", [("create",), ("setup",), ("run", "python")])
-def test_types_are_checked_before_anything_is_done(tmp_path, tpu_type, said, command):
+@pytest.mark.parametrize("tpu_type, reason", [(name, reason) for reason, names in REFUSED.items() for name in names])
+def test_types_are_checked_before_anything_is_done(tmp_path, tpu_type, reason):
     cloud = Cloud(tmp_path, tpu_type)
-    done = cloud.run(*command)
-    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    for command in (("create",), ("setup",), ("run", "python")):
+        done = cloud.run(*command)
+        assert done.returncode == 2 and reason in done.stderr and len(done.stderr.splitlines()) == 1
     assert not cloud.all_told()
 
 

@@ -51,7 +51,7 @@ class ChatOptions(CommandOptions):
 
 @contextlib.contextmanager
 def on_interrupt(handler: Any) -> Iterator[Any]:
-    """Inside, `handler` handles Ctrl-C; gives the handler before it."""
+    """Inside, `handler` handles Ctrl-C; yields the handler before it."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield before
@@ -64,30 +64,6 @@ def open_queue(engine: FailFast, config: GenerationConfig, options: ChatOptions)
     capacity = capacity_for(options, engine.max_seq_len)
     progress.note("compiling: minutes at the first time, seconds later")
     return Queue(engine, config, batch=1, rounds=2, least_reuse=1, capacity=capacity)
-
-
-def config_with(engine: FailFast, config: GenerationConfig, method: str) -> GenerationConfig:
-    """The configuration of another method, with its own defaults.
-
-    Raises:
-      OptionError: a method that a conversation cannot have.
-    """
-    refuse_diffusion(method, "/method")
-    if method not in METHODS:
-        raise OptionError(f"/method {method}: must be one of {', '.join(METHODS)}")
-    return engine.resolve(GenerationConfig(method, exact=config.exact))
-
-
-def follow(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> None:
-    """In processes other than the first: computes its answers, by any method, until it leaves. The first alone handles
-    Ctrl-C, even if all receive it."""
-    with on_interrupt(signal.SIG_IGN):
-        method: str | None = config.method
-        while method is not None:
-            with open_queue(engine, config, options) as queue:
-                queue.follow()
-            if (method := processes.broadcast_from_primary(None)) is not None:
-                config = config_with(engine, config, method)
 
 
 class Chat:
@@ -105,11 +81,6 @@ class Chat:
         self._stopped = False
         self.queue = open_queue(engine, config, options)
         self.reset()
-
-    def close(self, next_method: str | None = None) -> None:
-        """Ends the queue; the processes that follow continue with the next method, or end."""
-        self.queue.close()
-        processes.broadcast_from_primary(next_method)
 
     def reset(self) -> None:
         """Forgets the conversation."""
@@ -151,7 +122,8 @@ class Chat:
             self.reset()
             print("forgotten")
         elif name in ("stats", "trace"):
-            print((self.stats() if name == "stats" else self.trace()) if self.answers else "nothing was said")
+            show = self.stats if name == "stats" else self.trace
+            print(show() if self.answers else "nothing was said")
         elif name == "method":
             self.change_method(argument.strip())
         else:
@@ -159,15 +131,23 @@ class Chat:
         return True
 
     def change_method(self, method: str) -> None:
-        """Continues with another method, and prints the present one. In a single process Ctrl-C returns to the one
-        before."""
+        """Continues with another method and its own defaults, and prints the present one. Ctrl-C returns to the one
+        before.
+
+        Raises:
+          OptionError: a method that a conversation cannot have, or several processes, which keep theirs.
+        """
         if method:
             before = self.queue.config
-            config = config_with(self.engine, before, method)
+            refuse_diffusion(method, "/method")
+            if method not in METHODS or not processes.is_single_process():
+                rule = "needs a single process" if method in METHODS else f"must be one of {', '.join(METHODS)}"
+                raise OptionError(f"/method {method}: {rule}")
+            config = self.engine.resolve(GenerationConfig(method, exact=before.exact))
             self.engine.build_drafter(config)  # its errors come before the old queue is closed
-            self.close(method)
+            self.queue.close()
             try:
-                with on_interrupt(signal.default_int_handler if processes.is_single_process() else signal.SIG_IGN):
+                with on_interrupt(signal.default_int_handler):
                     self.queue = open_queue(self.engine, config, self.options)
             except KeyboardInterrupt:
                 print("interrupted; going back", file=sys.stderr)
@@ -175,11 +155,11 @@ class Chat:
         print(f"method: {self.queue.config.method}")
 
     def trace(self) -> str:
-        """The rounds of the last answer."""
+        """Returns the rounds of the last answer."""
         return to_terminal(self.answers[-1].rounds, self.engine.tokenizer, colours=sys.stdout.isatty())
 
     def stats(self) -> str:
-        """Counts and times of the last answer, and of all."""
+        """Returns counts and times of the last answer, and of all."""
         return f"last: {_summary(self.answers[-1:])}\nall {len(self.answers)}: {_summary(self.answers)}"
 
 
@@ -197,7 +177,7 @@ def _summary(answers: list[Finished]) -> str:
     )
 
 
-def read_line() -> str:
+def _read_line() -> str:
     """The user's next line.
 
     Raises:
@@ -219,7 +199,7 @@ def talk(chat: Chat) -> None:
         while True:
             try:
                 with on_interrupt(usual):
-                    line = read_line().strip()
+                    line = _read_line().strip()
             except EOFError:
                 print()
                 return
@@ -227,11 +207,11 @@ def talk(chat: Chat) -> None:
                 print("\n/quit leaves")
                 continue
             try:
-                if line.startswith("/"):
-                    if not chat.command(line):
-                        return
-                elif line:
-                    chat.say(line)
+                if not line.startswith("/"):
+                    if line:
+                        chat.say(line)
+                elif not chat.command(line):
+                    return
             except ValueError as error:  # the conversation is unchanged
                 full = isinstance(error, PromptTooLong) and any(turn["role"] == "user" for turn in chat.messages)
                 remedy = "; /reset forgets the conversation" if full else ""
@@ -260,14 +240,15 @@ def _work(args: argparse.Namespace) -> None:
     engine = load(args)
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
     if not processes.is_primary():
-        follow(engine, config, options)
+        with on_interrupt(signal.SIG_IGN), open_queue(engine, config, options) as queue:  # Ctrl-C is for the first
+            queue.follow()
         return
     chat = Chat(engine, config, options)
     try:
         progress.note(f"{Path(str(engine.target_name)).name}, method {chat.queue.config.method}; /help")
         talk(chat)
     finally:
-        chat.close()
+        chat.queue.close()
 
 
 def main(argv: list[str] | None = None) -> int:

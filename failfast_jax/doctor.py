@@ -15,16 +15,17 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from packaging.requirements import Requirement
 
-from failfast_jax.errors import OptionError, printable
-from failfast_jax.util import command_line, environment, processes, progress
+from failfast_jax.errors import CheckpointError, OptionError, printable
+from failfast_jax.util import command_line, environment, hardware, processes, progress
+from failfast_jax.util.compile_cache import CACHE_VARIABLE, enable_compile_cache
 
 PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -33,8 +34,6 @@ SMALL_DISK = 5e9
 FULL, CONTEXT = 0.9, 2048
 """Share of the free memory that models may take, and tokens of prompt and answer that need room."""
 EXPLAINED = "as the message says; the repository's page docs/messages.md has more"
-LAYOUTS = {"hf": "safetensors files", "gguf": "GGUF file", "native": "converted folder"}
-"""Of checkpoints, by kind."""
 ATTENTION = {"attention": {"rows": 16, "start": 1016}, "attention of a prompt": {"rows": 256, "start": 300}}
 """Windows that the kernels are checked with: over the border of two tiles of the cache, and one of a prompt's."""
 HARDWARE = {"0x1ae0": ("tpu", "tpu"), "0x10de": ("gpu", "cuda")}
@@ -57,7 +56,7 @@ class Finding:
 
 
 def requirements() -> list[Requirement]:
-    """The requirements that this package declares."""
+    """The requirements that this package declares; none if it is not installed."""
     try:
         return [Requirement(text) for text in metadata.requires(PACKAGE) or []]
     except metadata.PackageNotFoundError:
@@ -70,28 +69,26 @@ def _problem(requirement: Requirement) -> str:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return f"{requirement.name} is missing"
-    fine = requirement.specifier.contains(version, prereleases=True)
-    return "" if fine else f"{requirement.name} {version} is not {requirement.specifier}"
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return "" if fits else f"{requirement.name} {version} is not {requirement.specifier}"
 
 
 def versions() -> Iterator[Finding]:
     """Python, and every required package."""
+    yield Finding("Python", OK, f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     required = [requirement for requirement in requirements() if requirement.marker is None]
+    problems = list(filter(None, map(_problem, required)))
     if not required:
         yield Finding("packages", BROKEN, f"{PACKAGE} is not installed", 'pip install -e "." in a checkout')
-        return
-    yield Finding("Python", OK, f"{platform.python_version()}, {platform.system()} {platform.machine()}")
-    problems = list(filter(None, map(_problem, required)))
-    if problems:
+    elif problems:
         yield Finding("packages", BROKEN, "; ".join(problems), f"pip install --upgrade {PACKAGE}")
-        return
-    core = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "numpy")
-    known = ", ".join(f"{name} {metadata.version(name)}" for name in core)
-    yield Finding("packages", OK, f"{PACKAGE} {metadata.version(PACKAGE)}; {known}")
+    else:
+        names = (PACKAGE, "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "numpy")
+        yield Finding("packages", OK, ", ".join(f"{name} {metadata.version(name)}" for name in names))
 
 
 def _missing(package: str, extra: str) -> Iterator[str]:
-    """Lists missing packages of an extra, with those of the extras that it names (`jax[cuda13]`)."""
+    """Missing packages of an extra, with those of the extras that it names (`jax[cuda13]`)."""
     for requirement in map(Requirement, metadata.requires(package) or []):
         marker = requirement.marker
         if marker is None or not marker.evaluate({"extra": extra}) or marker.evaluate({"extra": ""}):
@@ -113,9 +110,7 @@ def extras() -> Iterator[Finding]:
 
 
 def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
-    """The devices that JAX uses, and present hardware that it does not use."""
-    import jax
-
+    """The devices that JAX uses, present hardware that it does not use, and free memory."""
     present = jax.devices()
     sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     size = f", {sizes[0] / 1e9:.0f} GB each" if sizes[0] else ""
@@ -127,20 +122,12 @@ def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
             advice = environment.cuda_advice() if extra == "cuda" else f'pip install -e ".[{extra}]"'
             fix = f"{advice or 'its plugin is installed'}, and no JAX_PLATFORMS that leaves it out"
             yield Finding("devices", NOTE, f"this machine has a {name.upper()} that JAX does not use", fix)
-
-
-def memory() -> Iterator[Finding]:
-    """Free memory."""
-    from failfast_jax.util.hardware import free_memory
-
-    yield Finding("memory", OK, f"{free_memory() / 1e9:.1f} GB free; {os.cpu_count()} cores")
+    yield Finding("memory", OK, f"{hardware.free_memory() / 1e9:.1f} GB free; {os.cpu_count()} cores")
 
 
 def caches() -> Iterator[Finding]:
     """The folders of compiled programs and downloaded models."""
     from huggingface_hub.constants import HF_HUB_CACHE
-
-    from failfast_jax.util.compile_cache import CACHE_VARIABLE, enable_compile_cache
 
     try:
         folder = enable_compile_cache()
@@ -152,8 +139,6 @@ def caches() -> Iterator[Finding]:
         fix = f"set {CACHE_VARIABLE} to a folder that may be written"
         yield Finding("compile cache", NOTE, "off: every process compiles again", fix)
     else:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"can be written")
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         yield _folder("compile cache", folder, f"{size / 1e6:.0f} MB")
     yield _folder("Hub cache", Path(HF_HUB_CACHE), "there" if Path(HF_HUB_CACHE).is_dir() else "not there yet")
@@ -174,8 +159,7 @@ def _folder(name: str, folder: Path, state: str) -> Finding:
 def models() -> Iterator[Finding]:
     """The default pair."""
     from failfast_jax.checkpoints.hub import default_target_path
-    from failfast_jax.defaults import embedded_drafter
-    from failfast_jax.errors import CheckpointError
+    from failfast_jax.default_pair import embedded_drafter
 
     try:
         target = default_target_path()
@@ -199,15 +183,14 @@ def kernels() -> Iterator[Finding]:
         if is_right(result):
             yield Finding(name, OK, text)
         else:
-            text += ", keys and values by {cache_error:.1e}; the rest of the cache is {0}kept, and calls are {1}equal"
-            text = text.format(*("" if result[key] else "not " for key in ("others_kept", "repeatable")), **result)
-            yield Finding(name, BROKEN, text, "--attention xla (GPU) or reference, and please report it")
+            text += "; keys and values by {cache_error:.1e}; others kept: {others_kept}; repeatable: {repeatable}"
+            yield Finding(
+                name, BROKEN, text.format(**result), "--attention xla (GPU) or reference, and please report it"
+            )
 
 
 def decoding() -> Iterator[Finding]:
     """Compares the answers of a random model of two layers, with drafts and without: they must be the same."""
-    import jax
-    import jax.numpy as jnp
     from flax import nnx
 
     from failfast_jax.engine import FailFast
@@ -219,21 +202,18 @@ def decoding() -> Iterator[Finding]:
         **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "rope_theta": 1e4},
         **{"max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": 511},
     }
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     begin = time.perf_counter()
-    engine = FailFast.load(Decoder(read_model(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
+    engine = FailFast.load(Decoder(read_model(raw, "doctor"), dtype=jax.numpy.dtype(dtype), rngs=nnx.Rngs(0)))
 
     def ids(method: str) -> list[int]:
         request = {"method": method, "exact": True, "max_new_tokens": 24, "ignore_eos": True}
         return engine.generate([[3, 4, 5, 6] * 8], **request)[0].output_ids
 
-    same = ids("vanilla") == ids("lookup")
-    seconds = f"{time.perf_counter() - begin:.1f} s"
-    if same:
-        yield Finding("decoding", OK, f"compiles and runs, with drafts as without ({seconds})")
-    else:
-        fix = "please report this, with all of the above"
-        yield Finding("decoding", BROKEN, f"drafts change the answer ({seconds})", fix)
+    is_lossless = ids("vanilla") == ids("lookup")
+    text = "compiles and runs, with drafts as without" if is_lossless else "drafts change the answer"
+    fix = "" if is_lossless else "please report this, with all of the above"
+    yield Finding("decoding", OK if is_lossless else BROKEN, f"{text} ({time.perf_counter() - begin:.1f} s)", fix)
 
 
 def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
@@ -242,30 +222,27 @@ def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
     from failfast_jax.checkpoints.model_folder import ModelFolder
     from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
-    name, tokenizer, fit = default_target_path() if target is None else target, None, None
+    fit = tokenizer = None
+    part = "target"
     try:
-        folder = ModelFolder(name)
+        folder = ModelFolder(default_target_path() if target is None else target)
         folder.check_is_target()
-        source = folder.checkpoint
-        source.check()
-        yield _target(source, with_drafter=drafter is not None)
+        folder.checkpoint.check()
+        yield _target(folder.checkpoint, with_drafter=drafter is not None)
     except ValueError as error:
         yield Finding("target", BROKEN, str(error), EXPLAINED)
         return
     try:
-        tokenizer = load_tokenizer(name)
-        yield from tokenizer_findings(tokenizer, source)
-    except ValueError as error:
-        yield Finding("tokenizer", BROKEN, str(error), EXPLAINED)
-    if drafter is not None:
-        try:
-            model = ModelFolder(drafter)
-            fit = _fit(model, source, tokenizer)
+        part, tokenizer = "tokenizer", load_tokenizer(folder.path)
+        yield from tokenizer_findings(tokenizer, folder.checkpoint)
+        if drafter is not None:
+            part, model = "drafter", ModelFolder(drafter)
+            fit = _fit(model, folder.checkpoint, tokenizer)
             size = f"{_billions(fit.parameters)}, made for --method {model.method}"
             yield Finding("drafter", OK, f"{_shown(drafter)}: {model.kind}, {size}; it fits the target")
-        except ValueError as error:
-            yield Finding("drafter", BROKEN, str(error), EXPLAINED)
-    yield _room(source, fit)
+    except ValueError as error:
+        yield Finding(part, BROKEN, str(error), EXPLAINED)
+    yield _room(folder.checkpoint, fit)
 
 
 def _fit(drafter: Any, target: Any, tokenizer: Any) -> Any:
@@ -274,8 +251,6 @@ def _fit(drafter: Any, target: Any, tokenizer: Any) -> Any:
     Raises:
       ValueError: it does not.
     """
-    import jax
-
     from failfast_jax import drafters
     from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 
@@ -295,11 +270,10 @@ def _billions(parameters: int) -> str:
 def _target(source: Any, with_drafter: bool) -> Finding:
     """A target's size and kind."""
     config = source.config
-    files = {tensor.file for tensor in source.tensors.values()} or {source.path}
     text = (
         f"{_shown(source.path)}: {config.model_type}, {config.num_layers} layers, "
-        f"{_billions(source.num_parameters())}, context {config.max_position_embeddings}; {len(source.shapes)} arrays "
-        f"in {len(files)} {LAYOUTS[source.kind]}, all there (their values are checked when they are read)"
+        f"{_billions(source.num_parameters())}, context {config.max_position_embeddings}; all {len(source.shapes)} "
+        "arrays are there (their values are checked when they are read)"
     )
     if config.is_diffusion and with_drafter:
         text += "; a block-diffusion model, which cannot verify drafts"
@@ -322,15 +296,15 @@ def tokenizer_findings(tokenizer: Any, source: Any) -> Iterator[Finding]:
         fix = "put tokenizer.json (or vocab.json and merges.txt) beside config.json, or give --token-ids"
         yield Finding("tokenizer", NOTE, "none: no text in, no text out", fix)
         return
-    size, name = source.config.vocab_size, str(source.path)
-    ids = encode("Is it whole?", tokenizer, size, name, template=False)
-    yield Finding("tokenizer", OK, f"{len(tokenizer)} tokens of {size}; a question is {len(ids)} of them")
+    model = tokenizer, source.config.vocab_size, str(source.path)
+    ids = encode("Is it whole?", *model, template=False)
+    yield Finding("tokenizer", OK, f"{len(tokenizer)} tokens of {model[1]}; a question is {len(ids)} of them")
     if not has_template(tokenizer):
         fix = "put chat_template.jinja there; serve's chat, chat and train selfgen need one"
         yield Finding("chat template", NOTE, "none: prompts are taken as they are", fix)
         return
     try:
-        ids = encode([{"role": "user", "content": "Is it whole?"}], tokenizer, size, name)
+        ids = encode([{"role": "user", "content": "Is it whole?"}], *model)
         yield Finding("chat template", OK, f"a question in it is {len(ids)} tokens")
     except ValueError as error:
         yield Finding("chat template", BROKEN, str(error), "mend chat_template")
@@ -338,33 +312,27 @@ def tokenizer_findings(tokenizer: Any, source: Any) -> Iterator[Finding]:
 
 def _room(source: Any, fit: Any) -> Finding:
     """The memory of weights and caches."""
-    import jax
-
     from failfast_jax.checkpoints.checkpoint import as_dtype
-    from failfast_jax.util.hardware import free_memory
 
     dtype = as_dtype(None)
     configs = [source.config, *([] if fit is None else [fit.config])]
-    a_token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs) * dtype.itemsize
+    token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs) * dtype.itemsize
     context = min(CONTEXT, source.config.max_position_embeddings)
-    others = context * a_token + (0 if fit is None else fit.parameters * dtype.itemsize)
-    needed, free = source.num_bytes(source.kept_dtypes(dtype)) + others, free_memory()
+    rest = context * token + (0 if fit is None else fit.parameters * dtype.itemsize)
+    needed, free = source.num_bytes(source.kept_dtypes(dtype)) + rest, hardware.free_memory()
     text = (
-        f"{needed / 1e9:.1f} GB: {(needed - context * a_token) / 1e9:.1f} of weights, {a_token / 1e3:.0f} kB for each "
+        f"{needed / 1e9:.1f} GB: {(needed - context * token) / 1e9:.1f} of weights, {token / 1e3:.0f} kB for each "
         f"of {context} tokens, and what programs need; {free / 1e9:.1f} GB free"
     )
     if needed < FULL * free:
         return Finding("room for them", OK, text)
-    share = next((n for n in (2, 4, 8, 16, 32) if needed / n < FULL * free), None)
-    on_cpu = jax.default_backend() == "cpu"
-    spread = "" if on_cpu or share is None else f", or --tensor-parallel {share} over {share} such devices"
-    fix = f"--quantize int8 takes about {(source.num_parameters() + others) / 1e9:.1f} GB{spread}"
-    enough = share is not None and share <= jax.device_count()
-    return Finding("room for them", NOTE if needed < free or enough else BROKEN, text, fix)
+    quantized = (source.num_parameters() + rest) / 1e9
+    fix = f"--quantize int8 takes about {quantized:.1f} GB; --tensor-parallel n spreads them over n devices"
+    return Finding("room for them", NOTE if needed < free * jax.device_count() else BROKEN, text, fix)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...]
-CHECKS = versions, extras, devices, memory, caches, models, kernels, decoding
+CHECKS = versions, extras, devices, caches, models, kernels, decoding
 
 
 def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import json
 import sys
-from pathlib import Path
 
 from failfast_jax.answer_trace import TERMINAL, write_trace
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
@@ -25,7 +24,7 @@ from failfast_jax.request_flags import (
 from failfast_jax.results import Result, fate
 from failfast_jax.template_rendering import LONGEST_TEXT
 from failfast_jax.util import command_line, processes, progress
-from failfast_jax.util.files import check_writable, read_stream, read_text, user_path
+from failfast_jax.util.files import check_writable, describe_os_error, read_stream, read_text, user_path
 
 ANSWER = 256
 """Tokens of an answer whose length is not asked for."""
@@ -68,36 +67,33 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse_ids(text: str) -> list[int]:
+def _read_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"--token-ids {text!r}: expected integers separated by commas") from None
+        raise OptionError(f"--token-ids {text!r}: expected integers separated by commas") from None
 
 
 def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     if args.token_ids is not None:
-        ids = _parse_ids(args.token_ids)
-        if not ids:
-            raise ValueError("--token-ids: the prompt is empty")
-        return ids
-    if args.prompt is not None:
-        source, text = "--prompt", args.prompt
+        source, prompt = "--token-ids", _read_ids(args.token_ids)
+    elif args.prompt is not None:
+        source, prompt = "--prompt", args.prompt
     elif args.prompt_file is not None:
         source = f"--prompt-file {args.prompt_file}"
         try:
-            text = read_text(args.prompt_file, 4 * LONGEST_TEXT)
+            prompt = read_text(args.prompt_file, 4 * LONGEST_TEXT)
         except OSError as error:
-            raise ValueError(f"{source}: {error.strerror}") from None
-        except ValueError as error:  # a null character in the path, or what the file holds
-            raise ValueError(f"--prompt-file {error}") from None
+            raise OptionError(f"--prompt-file {describe_os_error(error)}") from None
+        except ValueError as error:  # a null character in the path, or the file's content
+            raise OptionError(f"--prompt-file {error}") from None
     else:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)
-        source, text = "stdin", read_stream(sys.stdin, "stdin", LONGEST_TEXT)
-    if not text:  # spaces may be continued, if they are no turn: `encode` knows
-        raise ValueError(f"{source}: the prompt is empty")
-    return text
+        source, prompt = "stdin", read_stream(sys.stdin, "stdin", LONGEST_TEXT)
+    if not prompt:  # spaces may be continued, if they are no turn: `encode` knows
+        raise OptionError(f"{source}: the prompt is empty")
+    return prompt
 
 
 def _summary(result: Result, has_drafter: bool) -> str:
@@ -120,28 +116,24 @@ def _summary(result: Result, has_drafter: bool) -> str:
 def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     values = {field.name: getattr(args, field.name) for field in common_fields()}
-    config = config_of(
-        args, **{**values, "max_new_tokens": ANSWER if args.max_new_tokens is None else args.max_new_tokens}
-    )
-    if args.trace is not None and str(args.trace) != TERMINAL:
-        _check_trace(args.trace)
+    if args.max_new_tokens is None:
+        values["max_new_tokens"] = ANSWER
+    config = config_of(args, **values)
+    if (path := args.trace) is not None and str(path) != TERMINAL:
+        if path.suffix.lower() not in TRACES:
+            raise OptionError(f"--trace {path}: must end in {', '.join(TRACES)}, or be - for the terminal")
+        if not path.resolve().parent.is_dir():
+            raise OptionError(f"--trace {path}: no such folder")
+        check_writable(path)
     return config
 
 
-def _check_trace(path: Path) -> None:
-    if path.suffix.lower() not in TRACES:
-        raise ValueError(f"--trace {path}: must end in {', '.join(TRACES)}, or be - for the terminal")
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"--trace {path}: no such folder")
-    check_writable(path)
-
-
 def _fitted(args: argparse.Namespace, config: GenerationConfig, prompt: int, longest: int) -> GenerationConfig:
-    """The request whose answer ends within the context.
+    """The request whose answer ends within the context; a prompt that leaves no room is refused by the engine.
 
     Args:
-      prompt: its length in tokens; one that leaves no room at all is refused by the engine.
-      longest: most tokens of prompt and answer together.
+      prompt: its length in tokens.
+      longest: maximum tokens of prompt and answer together.
 
     Raises:
       OptionError: a longer answer was asked for.

@@ -25,15 +25,12 @@ MEMORY = 2**30
 """Bytes that a rendering may take."""
 LONGEST_TEXT = 2**24
 """Maximum characters of a prompt, written by a template or a user: more than any context has room for."""
+CRASHED = "ends the process that renders it"
 STARTING_S = 60.0
 """Time limit of a process' start, on the slowest machine."""
 _END = "<<END OF THE LAST MESSAGE>>"
 """Marks the end of the message that `continue_final_message` continues."""
 _PROGRAM = Path(__file__).with_name("template_process.py")
-
-
-class _Ended(Exception):
-    """A rendering went over its limits, or its process crashed."""
 
 
 class Process:
@@ -53,11 +50,7 @@ class Process:
         self._ready, self._usable = False, True
 
     def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of `template_process` to a request.
-
-        Raises:
-          _Ended: it takes too long, or the process crashes.
-        """
+        """Returns the answer of `template_process` to a request, or under `failed` why there is none."""
         if not self._ready:
             self._read(STARTING_S)
             self._ready = True
@@ -65,10 +58,10 @@ class Process:
         try:
             self._process.stdin.write(content.encode() + b"\n")
             self._process.stdin.flush()
+            answer = self._read(request["seconds"])
         except BrokenPipeError:
-            raise _Ended("ends the process that renders it") from None
-        answer = self._read(request["seconds"])
-        self._usable = "beyond" not in answer
+            answer = {"failed": CRASHED}
+        self._usable = "text" in answer or "refused" in answer
         return answer
 
     def is_usable(self) -> bool:
@@ -83,10 +76,9 @@ class Process:
             line = self._process.stdout.readline()
         finally:
             timer.cancel()
-        if not line.endswith(b"\n"):
-            late = time.monotonic() >= deadline
-            raise _Ended(f"takes more than {seconds:g} s" if late else "ends the process that renders it")
-        return json.loads(line)
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        return {"failed": f"takes more than {seconds:g} s" if time.monotonic() >= deadline else CRASHED}
 
     def end(self) -> None:
         """Ends it at once."""
@@ -116,14 +108,13 @@ def prepare() -> None:
 
 def _take() -> Process:
     """A process that is not in use."""
-    while True:
-        try:
+    while idle:
+        with contextlib.suppress(IndexError):  # another thread was quicker
             process = idle.pop()
-        except IndexError:
-            return Process()
-        if process.is_usable():
-            return process
-        process.end()
+            if process.is_usable():
+                return process
+            process.end()
+    return Process()
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -140,7 +131,7 @@ def render(
     continue_final_message: bool = False,
     tools: Sequence[Any] | None = None,
 ) -> str:
-    """The text of messages by a tokenizer's chat template, as transformers would render it.
+    """Renders messages by a tokenizer's chat template, as transformers would.
 
     Args:
       tokenizer: with `chat_template` (a text, or a mapping with `default`, and `tool_use` for messages with tools) and,
@@ -148,7 +139,7 @@ def render(
       name: name of the model in errors.
       add_generation_prompt: the text ends where an answer begins.
       continue_final_message: the text ends with the last message's content, which the answer continues.
-      tools: that the template names.
+      tools: descriptions of tools for the template.
 
     Raises:
       PromptError: the template refuses the messages, is no template, or exceeds its limits.
@@ -178,9 +169,6 @@ def _rendered(template: str, variables: Mapping[str, Any], name: str) -> str:
     process = _take()
     try:
         answer = process.render({"template": template, "variables": variables, **limits})
-    except _Ended as error:
-        process.end()
-        answer = {"failed": str(error)}
     except BaseException:  # Ctrl-C
         process.end()
         raise

@@ -80,7 +80,7 @@ def test_an_extra_has_what_its_packages_extras_bring():
 def test_hardware_that_is_left_aside(tmp_path):
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "vendor").write_text("0x10de\n")
-    *_, finding = doctor.devices(tmp_path)
+    _, finding, _ = doctor.devices(tmp_path)
     assert finding.state == doctor.NOTE and "has a GPU that JAX does not use" in finding.text
 
 
@@ -176,6 +176,6 @@ def test_a_check_that_fails_is_a_finding(monkeypatch):
     def broken():
         raise RuntimeError("boom\nand more")
 
-    monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.memory))
-    failed, memory = doctor.findings()
-    assert (failed.state, failed.text) == (doctor.BROKEN, "RuntimeError: boom") and memory.name == "memory"
+    monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.versions))
+    failed, *rest = doctor.findings()
+    assert (failed.state, failed.text) == (doctor.BROKEN, "RuntimeError: boom") and rest

@@ -26,7 +26,7 @@ LONG = {"max_new_tokens": 200, "temperature": 1.5}
 def open_chat(few_widths):
     talker = Chat(chat_engine(), quick(), ChatOptions(max_new_tokens=20, context=300, system="brief"))
     yield talker
-    talker.close()
+    talker.queue.close()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from failfast_jax.decoding import (
     prefill,
     stop_tokens,
 )
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.block_diffusion import Wide
 
 CAPACITY = 256
 PROMPTS = [[7, 12, 100, 5], [3, 9]]

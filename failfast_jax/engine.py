@@ -31,6 +31,7 @@ from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.load_options import LoadOptions
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.policy.cost_book import RoundCounts
 from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, Runtime, Session
@@ -251,9 +252,7 @@ class FailFast:
           OptionError: an option out of its range, or one that the method ignores.
         """
         config = config or GenerationConfig()
-        return drafters.resolve(
-            dataclasses.replace(config, **options) if options else config, self.platform, self.decoding
-        )
+        return drafters.resolve(dataclasses.replace(config, **options) if options else config, self.decoding)
 
     def _answer(self, prompts: Any, config: GenerationConfig, stream: bool) -> Iterator[StreamEvent]:
         """Yields the events of every sequence; without `stream` the last one of each, in order."""
@@ -280,7 +279,7 @@ class FailFast:
         logs = session.rounds(part.state)
         undisturbed = not (self.time_rounds or self._profile)  # otherwise waits between rounds take time, too
         if costs is not None and undisturbed and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
-            self.runtime.costs.learn(session, logs, sum(slices))
+            self.runtime.costs.learn(session, RoundCounts.of(logs, session.plan.widths), sum(slices))
         measured = {
             "load_s": self.load_s,
             "compile_s": compile_s,
@@ -450,19 +449,18 @@ class FailFast:
           ConfigError, OptionError: the method needs another kind of model than `drafter`.
         """
         config = config if config.resolution is not None else self.resolve(config)
-        drafter = drafters.build_drafter(
+        corpus = None if self.corpus is None else self.corpus.tokens
+        if corpus is not None and corpus.max() >= self.target.config.vocab_size:
+            raise PromptError(f"the corpus holds token id {corpus.max()}, which {self.target_name} lacks")
+        return drafters.build_drafter(
             config,
             model=self.drafter,
             model_name=self.drafter_name,
             vocab=self.vocab,
             platform=self.platform,
             chances=self.chances,
+            corpus=corpus,
         )
-        if self.corpus is None:
-            return drafter
-        if self.corpus.tokens.max() >= self.target.config.vocab_size:
-            raise PromptError(f"the corpus holds token id {self.corpus.tokens.max()}, which {self.target_name} lacks")
-        return drafter.with_corpus(self.corpus.tokens)
 
 
 def _opened(target: Any, drafter: Any, options: LoadOptions) -> Pair:

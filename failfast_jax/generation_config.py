@@ -19,7 +19,6 @@ class Resolution(NamedTuple):
     """The checked options of a request, and what they depend on besides the request: see `drafters.resolve`."""
 
     options: Any
-    platform: str
     defaults: Mapping[str, Any]
 
 

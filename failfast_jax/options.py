@@ -13,7 +13,7 @@ Options of the same name mean the same in all methods. A method refuses an optio
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,25 +33,15 @@ _KINDS |= {"tuple": "a list", "Mapping": "a mapping"}
 
 
 @dataclasses.dataclass(frozen=True)
-class ByPlatform:
-    """A default that depends on the platform of the target."""
-
-    cpu: Any
-    other: Any
-
-    def on(self, platform: str) -> Any:
-        """The default for a platform."""
-        return self.cpu if platform == "cpu" else self.other
-
-    def __str__(self) -> str:
-        return f"{self.cpu} on CPU, {self.other} elsewhere"
-
-
-@dataclasses.dataclass(frozen=True)
 class Option:
-    """Declaration of an option: help text, and bounds of its value.
+    """Declaration of an option: help text, bounds of its value, and what it goes with.
 
-    `above` and `below` are not reached; infinity is a value where `infinite`.
+    Attributes:
+      above, below: bounds that are not reached.
+      infinite: infinity is a value.
+      only: values that other options must have, or fields of the request; refused is only a value beside the default.
+      not_below: an option whose value this one's must reach.
+      kinds: kinds of drafter model that have it; none: all that the method takes.
     """
 
     help: str
@@ -61,6 +51,9 @@ class Option:
     below: float | None = None
     choices: tuple[str, ...] | None = None
     infinite: bool = False
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    not_below: str | None = None
+    kinds: tuple[str, ...] = ()
 
 
 def option(default: Any, help: str, **bounds: Any) -> Any:
@@ -80,6 +73,7 @@ class Site:
       sampled: whether drafts are samples, for acceptance by rejection.
       exact: whether outputs must be bit-identical.
       chances: prior acceptance of the model's tokens by bin of confidence; None: that of any model.
+      corpus: earlier texts that `suffix` drafts from, each ended by -1; None: none.
     """
 
     model: Any = None
@@ -89,6 +83,7 @@ class Site:
     sampled: bool = False
     exact: bool = False
     chances: tuple[float, ...] | None = None
+    corpus: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +125,6 @@ class MethodOptions:
     samples: ClassVar[bool] = False
     top_p: ClassVar[float] = 1.0
 
-    def check(self) -> None:
-        """Raises OptionError: options that contradict each other."""
-
     def build(self, site: Site) -> Any:
         """The drafter (`decoding.drafter.Drafter`) of a request.
 
@@ -148,30 +140,25 @@ class MethodOptions:
 
     @classmethod
     def of(
-        cls,
-        requested: Mapping[str, Any],
-        platform: str,
-        defaults: Mapping[str, Any] | None = None,
+        cls, requested: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, **request: Any
     ) -> MethodOptions:
         """Returns the options of a request, checked: each value alone, then all of them together.
 
         Args:
           requested: by name; None counts as absent. Names must be `names()`.
-          defaults: replace the class's own defaults (see `merged`).
+          defaults: a drafter's own, in place of the class's (see `merged`).
+          request: fields of the request that an option may exclude (`Option.only`).
 
         Raises:
           OptionError: a value out of its range, or options that contradict each other.
         """
         requested = {name: value for name, value in requested.items() if value is not None}
-        defaults, by_name = dict(defaults or {}), {field.name: field for field in dataclasses.fields(cls)}
-        for name, value in (*requested.items(), *defaults.items()):
-            check_value(by_name[name], value)
-        values = cls.merged(requested, defaults)
-        for field in by_name.values():
-            if isinstance(field.default, ByPlatform):
-                values.setdefault(field.name, field.default.on(platform))
-        options = cls(**values)
-        options.check()
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name, value in (*requested.items(), *(defaults or {}).items()):
+            check_value(fields[name], value)
+        options = cls(**cls.merged(requested, dict(defaults or {})))
+        for name in fields:
+            options._check_beside_others(fields[name], {**request, **vars(options)}, name in requested)
         return options
 
     @classmethod
@@ -179,10 +166,34 @@ class MethodOptions:
         """Requested options over a drafter's own defaults; a method may decide which defaults give way."""
         return {**defaults, **requested}
 
+    def _check_beside_others(self, field: dataclasses.Field, values: Mapping[str, Any], requested: bool) -> None:
+        """Checks `Option.only` and `Option.not_below` of one field."""
+        about, value, flag = field.metadata["option"], values[field.name], shown(field.name, values[field.name])
+        for other, wanted in about.only.items() if requested and value != field.default else ():
+            absent = values[other] is None or values[other] is False
+            reason = f"needs {flag_of(other)}" if absent else f"not with {shown(other, values[other])}"
+            require(values[other] == wanted, flag, reason)
+        least = values.get(about.not_below)
+        if value is not None and least is not None:
+            require(value >= least, flag, f"must be at least {shown(about.not_below, least)}")
+
+    def check_model(self, site: Site) -> None:
+        """Raises OptionError: an option that drafters of the model's kind do not have."""
+        for field in dataclasses.fields(self):
+            kinds, value = field.metadata["option"].kinds, getattr(self, field.name)
+            fine = value == field.default or not kinds or (site.model is not None and site.model.kind in kinds)
+            kind = "there is none" if site.model is None else f"{site.model_name} is {site.model.kind}"
+            require(fine, shown(field.name, value), f"needs a drafter of kind {' or '.join(kinds)}, {kind}")
+
 
 def flag_of(name: str) -> str:
     """`spec_len` as `--spec-len`."""
     return "--" + name.replace("_", "-")
+
+
+def shown(name: str, value: Any) -> str:
+    """Returns an option as typed: `--reuse`, `--spec-len 4`."""
+    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
 
 def check_least(args: Any, **least: float) -> None:
@@ -201,7 +212,7 @@ def type_of(field: dataclasses.Field) -> str:
 def check_value(field: dataclasses.Field, value: Any) -> None:
     """Raises OptionError: a value of another type or out of the option's range."""
     about: Option = field.metadata["option"]
-    if (value is None and field.default is None) or isinstance(value, ByPlatform):
+    if value is None and field.default is None:
         return
     kind, flag = type_of(field), flag_of(field.name)
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
@@ -211,16 +222,8 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
     if kind in ("int", "float"):
         within = (about.least is None or value >= about.least) and (about.most is None or value <= about.most)
         inside = (about.above is None or value > about.above) and (about.below is None or value < about.below)
-        if not (within and inside) or (kind == "float" and not (about.infinite or is_finite(value))):
+        if not (within and inside) or (kind == "float" and not (about.infinite or abs(value) <= sys.float_info.max)):
             raise OptionError(f"{flag} {value}: must be {_range_of(about, kind)}")
-
-
-def is_finite(value: float) -> bool:
-    """True if the number is finite as a float."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
 
 
 def _range_of(about: Option, kind: str) -> str:

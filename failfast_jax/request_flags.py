@@ -69,7 +69,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, replicas: bool = False) ->
 def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     """Returns the request that flags describe, checked before models are read: a typo should not cost seconds.
 
-    It is resolved for a CPU; an engine elsewhere, or with a drafter that has defaults, resolves it once more.
+    An engine with a drafter that has defaults resolves it once more.
 
     Args:
       common: fields of `GenerationConfig` other than `method` and `options`; None counts as absent.
@@ -80,7 +80,7 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     names = {name for options in all_options().values() for name in options.names()}
     options = {name: getattr(args, name) for name in sorted({*names, *FORMER})}
     common = {name: value for name, value in common.items() if value is not None}
-    config = resolve(GenerationConfig(args.method, **common, options=options), "cpu")
+    config = resolve(GenerationConfig(args.method, **common, options=options))
     method = config.method
     if method == "ar" and args.drafter is None:
         raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")

@@ -79,7 +79,6 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
         "DSpark": (spark, {"method": "dspark"}),
         "EAGLE, chain": (eagle, {"method": "eagle3", "spec_len": 3}),
         "EAGLE, tree": (eagle, {"method": "eagle3", "tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
-        "EAGLE, tree, auto": (eagle, {"method": "auto", "tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
     }
     common = {"max_new_tokens": 20, "ignore_eos": True}
     report = {

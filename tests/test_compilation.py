@@ -13,7 +13,7 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model
 
 from failfast_jax.decoding.stopping import BelowThreshold, Never
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.errors import OptionError
 from failfast_jax.util import hardware
 from failfast_jax.util.compilation import CompileCounts, Executables, Program, count_compiles

@@ -181,7 +181,7 @@ def test_the_options_of_a_request_are_checked_once(monkeypatch, capsys):
 
     @dataclasses.dataclass(frozen=True)
     class CountedOptions(LookupOptions):
-        def check(self):
+        def __post_init__(self):
             checks.append(self.max_spec_len)
 
     monkeypatch.setitem(METHODS, "failfast", CountedOptions)

@@ -13,7 +13,6 @@ from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
-from failfast_jax.generate import main
 
 FIELD = GOLDEN / "field"
 TARGETS = ("qwen3_a", "llama_e")
@@ -124,26 +123,6 @@ def test_block_drafters_draft_as_published(name, key):
         for ours, theirs in zip(result.rounds, rounds):
             assert ours.drafted == theirs["draft"] and ours.accepted == theirs["accepted"]
             np.testing.assert_allclose(ours.confidence, theirs.get("confidence", ours.confidence), atol=2e-4)
-
-
-@pytest.mark.parametrize(
-    "name, key",
-    tiers(
-        [("dflash_qwen3_a", None), ("dspark_gated_qwen3_a", "threshold_0.5")],
-        quick=[("dflash_qwen3_a", None)],
-        long=None,
-    ),
-)
-def test_the_command_line_says_the_same(name, key, capsys):
-    prompt, output, rounds = published_rounds(name, key)[1]
-    ids = ",".join(map(str, prompt))
-    cut = ["--confidence-threshold", "0.5"] if key else []
-    method = name.split("_")[0]
-    models = ["--target", str(FIELD / "qwen3_a"), "--drafter", str(FIELD / name), "--method", method]
-    assert main([*models, "--token-ids", ids, *cut, "--max-new-tokens", "80", "--ignore-eos", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["method"] == method and said["output_ids"][: len(output)] == output
-    assert [round["drafted"] for round in said["rounds"][: len(rounds)]] == [round["draft"] for round in rounds]
 
 
 def drafter_folder(tmp_path, name: str, tensors: dict | None = None, **changes) -> Path:

@@ -13,7 +13,7 @@ from tiny_models import committed
 from failfast_jax import FailFast
 from failfast_jax.decoding import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.block_diffusion import Wide
 
 DIFFUSION = [name for name in GOLDEN_NAMES if name.startswith("fast_dllm")]
 TARGETS = [name for name in GOLDEN_NAMES if name not in DIFFUSION]

@@ -16,8 +16,8 @@ from failfast_jax.decoding.decode_state import FINISHED_EOS, FINISHED_LENGTH, RU
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.decoding.width_plan import Plan
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.lookup import Lookup
-from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.runtime import model_runtime as runtime_module
 from failfast_jax.runtime.model_runtime import Request, RowLog, Runtime, Session

@@ -110,7 +110,7 @@ VARIANTS = {
     "dspark-failfast": {"method": "failfast", "max_spec_len": 14},
     "eagle-chain": {"method": "eagle3", "spec_len": 7},
     "eagle-tree": {"method": "eagle3"},
-    "eagle-auto": {"method": "auto", "tree_budget": 59},
+    "eagle-auto": {"method": "auto"},
 }
 """Requests by the name under which a loop is asked for; other names are methods."""
 

@@ -32,7 +32,7 @@ from failfast_jax.bench.timing import interleaved, median_ms, medians
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.width_plan import Plan, buffer_length
-from failfast_jax.drafters.dspark import DSparkDrafter
+from failfast_jax.drafters.feature_block import DSparkDrafter
 from failfast_jax.engine import FailFast
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.borrowed import as_untrained_drafter

@@ -35,7 +35,7 @@ from failfast_jax.decoding.decode_state import RoundLog
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import Never
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Plan, buffer_length, make_plan
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Execution, execution_of
 from failfast_jax.models.transformer import Decoder

@@ -27,8 +27,7 @@ from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.stopping import AtLength
 from failfast_jax.decoding.width_plan import Plan
-from failfast_jax.drafters.block_diffusion import BlockState
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.block_diffusion import BlockState, Wide
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import constrain, put
 from failfast_jax.models.transformer import Decoder

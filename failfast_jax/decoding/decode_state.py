@@ -82,12 +82,6 @@ class Tree:
     confidence: Float[Array, "*B n"] | None
     """In [0, 1]: of each node, given its parent. None in the log."""
 
-    @classmethod
-    def empty(cls, batch: int, nodes: int) -> Tree:
-        """Returns trees without nodes, in buffers for `nodes` of them."""
-        zeros = jnp.zeros((batch, nodes), jnp.int32)
-        return cls(tokens=zeros, parent=zeros, confidence=jnp.zeros((batch, nodes)), size=zeros[:, 0])
-
 
 @flax.struct.dataclass
 class Alternatives:

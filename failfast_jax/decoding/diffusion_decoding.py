@@ -362,9 +362,9 @@ def _output_end(
     columns = jnp.arange(text.shape[1])
     written = columns >= state.prompt_length[:, None]
     first_hole = jnp.minimum(jnp.argmax(written & (text == mask_token), 1), state.limit)
-    is_stop = written & (text[..., None] == state.eos[:, None]).any(-1) & (columns < first_hole[:, None])
-    stopped = is_stop.any(1)
-    return jnp.where(stopped, jnp.argmax(is_stop, 1) + 1, first_hole), stopped
+    stops = written & picking.is_stop(text, state.eos) & (columns < first_hole[:, None])
+    stopped = stops.any(1)
+    return jnp.where(stopped, jnp.argmax(stops, 1) + 1, first_hole), stopped
 
 
 def generate(

@@ -62,11 +62,6 @@ class Drafter:
         """Returns what a benchmark needs to count a round's passes as the released code does."""
         return {"kind": "other"}
 
-    def with_corpus(self, tokens: Int[Array, " corpus"]) -> Drafter:
-        """Returns a copy that may draft from earlier texts (`tokens`, each ended by -1). Default: self."""
-        del tokens
-        return self
-
     def planned(self, widths: tuple[int, ...]) -> Drafter:
         """Returns a copy specialised to these verify widths. Default: self."""
         del widths

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.picking import is_stop
 from failfast_jax.decoding.proposal import Extras, no_extras, put
 from failfast_jax.decoding.stopping import DraftSoFar, Never, StopRule
 
@@ -30,11 +31,6 @@ class Chunk:
     count: Int[Array, " B"]
     """Leading tokens that are added; 0 where the pass only stored tokens that the drafter had missed."""
     extras: Extras
-
-    def holds(self, ids: Int[Array, "B Z"]) -> Bool[Array, " B"]:
-        """True where an added token is among these."""
-        counts = jnp.arange(self.tokens.shape[1]) < self.count[:, None]
-        return (counts & (self.tokens[..., None] == ids[:, None]).any(-1)).any(1)
 
 
 @flax.struct.dataclass
@@ -178,7 +174,8 @@ class Grow(Drafter):
             so_far = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
             stopped = whole & (self.rule.stops(so_far, state.memory) | ~fits(longer.drafted))
             if self.ends_at_stop_token:
-                stopped |= new.holds(committed.eos)
+                added_columns = jnp.arange(new.tokens.shape[1]) < new.count[:, None]
+                stopped |= (added_columns & is_stop(new.tokens, committed.eos)).any(1)
             return longer.replace(growing=growth.growing & ~stopped)
 
         extras = no_extras(batch, longest, self.vocab_size, **self.extra)

@@ -302,6 +302,11 @@ def agreeing_prefix(
     return jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
 
 
+def is_stop(tokens: Int[Array, "B N"], eos: Int[Array, "B Z"]) -> Bool[Array, "B N"]:
+    """Marks the tokens that are stop tokens of their sequence."""
+    return (tokens[..., None] == eos[:, None]).any(-1)
+
+
 def emitted_count(
     picks: Int[Array, "B M1"], accepted: Int[Array, " B"], left: Int[Array, " B"], eos: Int[Array, "B Z"]
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
@@ -310,9 +315,8 @@ def emitted_count(
     Returns:
       The count, and whether the last emitted token is an EOS.
     """
-    is_eos = (picks[..., None] == eos[:, None]).any(-1)
     count = jnp.minimum(accepted + 1, left)
-    inside = is_eos & (jnp.arange(picks.shape[1]) < count[:, None])
+    inside = is_stop(picks, eos) & (jnp.arange(picks.shape[1]) < count[:, None])
     first = jnp.argmax(inside, axis=1)
     stopped = inside.any(1)
     return jnp.where(stopped, first + 1, count), stopped

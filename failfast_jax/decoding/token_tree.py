@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: visibility in a window, the path that the target agrees with, and parts of a tree.
+"""Trees of drafted tokens: visibility in a window, and the path that the target agrees with.
 
 Example of a window of four slots, for nodes a b c whose parents are the root, `a`, and the root (0 0 1 as slots, with
 the root in slot 0 and node j in slot j + 1):
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.decode_state import Tree
 from failfast_jax.kernels.attention_window import TreeMask
@@ -90,45 +90,3 @@ def deepest(tree: Tree, longest: int) -> tuple[Int[Array, "B M"], Float[Array, "
     nodes = jnp.maximum(slots[:, 1 : longest + 1] - 1, 0)
     tokens, confidence = take_slots((tree.tokens, tree.confidence), nodes)
     return jnp.where(inside, tokens, 0), jnp.where(inside, confidence, 0.0), length
-
-
-def path_chances(tree: Tree, chance: Float[Array, "B n"]) -> Float[Array, "B n"]:
-    """Returns the product of the chances from the root to each node; 0 for padding."""
-    mask = mask_of(tree, tree.tokens.shape[1] + 1)
-    logs = jnp.log(jnp.maximum(chance, jnp.finfo(jnp.float32).tiny))
-    value = jnp.exp(jnp.sum(jnp.where(mask.visible[:, 1:, 1:], logs[:, None], 0.0), axis=-1))
-    return jnp.where(jnp.arange(chance.shape[1]) < tree.size[:, None], value, 0.0)
-
-
-def best_part(tree: Tree, value: Float[Array, "B n"], most: Int[Array, " B"]) -> Tree:
-    """Returns the tree of at most `most` nodes with the highest values. A value may not exceed the parent's, so that
-    the nodes that stay are connected; of equals the first stay."""
-    nodes = tree.tokens.shape[1]
-    order = jnp.argsort(-value, axis=1)
-    rank = jnp.argsort(order, axis=1)
-    inside = jnp.arange(nodes) < tree.size[:, None]
-    stays = inside & (rank < most[:, None])
-    # Nodes that stay move up.  stays 1 0 1 1 -> slot of each 1 1 2 3; the nodes in their new order: 0 2 3 1
-    now = jnp.pad(jnp.cumsum(stays, axis=1), ((0, 0), (1, 0)))
-    kept = jnp.argsort(~stays, axis=1)
-    parent = jnp.take_along_axis(now, tree.parent, axis=1)
-    tokens, parent, confidence = take_slots((tree.tokens, parent, tree.confidence), kept)
-    return Tree(tokens=tokens, parent=parent, confidence=confidence, size=stays.sum(1))
-
-
-def trials(
-    tree: Tree, text: Int[Array, "B M"], count: Int[Array, " B"]
-) -> tuple[Bool[Array, "B n"], Bool[Array, "B n"]]:
-    """Returns which nodes were on trial, because their parents turned out right, and which of these were right.
-
-    Args:
-      text: the target's text from the first node's position on, of which `count` tokens are known.
-    """
-    mask = mask_of(tree, tree.tokens.shape[1] + 1)
-    there = (mask.depth <= count[:, None]) & (mask.depth <= text.shape[1])
-    written = jnp.take_along_axis(text, jnp.clip(mask.depth - 1, 0, text.shape[1] - 1), axis=1)
-    agrees = (window_of(jnp.zeros_like(text[:, :1]), tree.tokens, mask.depth.shape[1]) == written) & there
-    whole = jnp.all((agrees | (mask.depth == 0))[:, None] | ~mask.visible, axis=-1)
-    inside = jnp.arange(tree.tokens.shape[1]) < tree.size[:, None]
-    tried = jnp.take_along_axis(whole, tree.parent, axis=1) & there[:, 1:] & inside
-    return tried, tried & whole[:, 1:]

@@ -8,21 +8,33 @@ from typing import Any
 
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.auto import AutoOptions
-from failfast_jax.drafters.autoregressive import AutoregressiveOptions
 from failfast_jax.drafters.dllm import DllmOptions
-from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
-from failfast_jax.drafters.eagle3 import Eagle3Options
-from failfast_jax.drafters.failfast import FailfastOptions, refuse_rejection
-from failfast_jax.drafters.fast_dllm import FastDllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
-from failfast_jax.drafters.specdiff import SpecDiffOptions
+from failfast_jax.drafters.model_methods import (
+    AutoregressiveOptions,
+    DFlashOptions,
+    DSparkOptions,
+    Eagle3Options,
+    FailfastOptions,
+    FastDllmOptions,
+    SpecDiffOptions,
+)
 from failfast_jax.drafters.suffix import SuffixOptions
-from failfast_jax.drafters.vanilla import VanillaOptions
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generation_config import GenerationConfig, Resolution
-from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
-from failfast_jax.options import MethodOptions, Site, flag_of
+from failfast_jax.options import MethodOptions, Site, shown
 from failfast_jax.policy.expected_tokens import BINS, MODEL_CHANCES
+
+
+@dataclasses.dataclass(frozen=True)
+class VanillaOptions(MethodOptions):
+    """`vanilla` has none."""
+
+    summary = "nothing: one token a pass, the same loop"
+
+    def build(self, site: Site) -> Drafter:
+        return Drafter()
+
 
 METHODS: dict[str, type[MethodOptions]] = {
     "auto": AutoOptions,
@@ -70,10 +82,10 @@ def check_method(method: str) -> type[MethodOptions]:
     return known[method]
 
 
-def resolve(config: GenerationConfig, platform: str, defaults: Mapping[str, Any] | None = None) -> GenerationConfig:
+def resolve(config: GenerationConfig, defaults: Mapping[str, Any] | None = None) -> GenerationConfig:
     """Returns a request with its method named and its options checked; they are checked here and nowhere else.
 
-    A request that was resolved for the same platform and defaults is returned as it is.
+    A request that was resolved with the same defaults is returned as it is.
 
     Args:
       defaults: options that `failfast` takes where the request leaves them open: those of a drafter's folder.
@@ -84,7 +96,7 @@ def resolve(config: GenerationConfig, platform: str, defaults: Mapping[str, Any]
     """
     config = config if config.method else dataclasses.replace(config, method=DEFAULT_METHOD)
     defaults = dict(defaults or {}) if config.method == "failfast" else {}
-    if config.resolution is not None and config.resolution[1:] == (platform, defaults):
+    if config.resolution is not None and config.resolution.defaults == defaults:
         return config
     config.validate()
     kind = check_method(config.method)
@@ -92,16 +104,19 @@ def resolve(config: GenerationConfig, platform: str, defaults: Mapping[str, Any]
         if value is not None and value is not False and name not in kind.names():
             _refuse_option(config.method, name, value)
     if config.acceptance == "rejection" and not kind.samples:
-        refuse_rejection(f"--method {config.method} has none")
+        takers = ", ".join(name for name, options in METHODS.items() if options.samples)
+        reason = f"--method {config.method} samples no drafts from left to right, only --method {takers}"
+        raise OptionError(f"--acceptance rejection: {reason}")
     values = {name: value for name, value in config.options.items() if name in kind.names()}
-    return config.resolved(Resolution(kind.of(values, platform, defaults), platform, defaults))
+    options = kind.of(values, defaults, acceptance=config.acceptance, exact=config.exact)
+    return config.resolved(Resolution(options, defaults))
 
 
 def _refuse_option(method: str, name: str, value: Any) -> None:
     """Raises OptionError: the method has no such option; the methods that have it are named."""
     if name == "policy" and value == ("auto" if method == DEFAULT_METHOD else "fixed"):
         return  # the method is that already; taken for a release
-    flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+    flag = shown(name, value)
     if name in FORMER:
         raise OptionError(f"{flag}: {FORMER[name]}")
     takers = [other for other, options in all_options().items() if name in options.names()]
@@ -119,7 +134,7 @@ def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
     if not defaults:
         return
     try:
-        resolve(GenerationConfig("failfast", options=defaults), "cpu")
+        resolve(GenerationConfig("failfast", options=defaults))
     except OptionError as error:
         raise ConfigError(f"{where}: decoding options: {error}") from None
 
@@ -154,7 +169,7 @@ def build_drafter(config: GenerationConfig, **site: Any) -> Drafter:
     sampled = config.acceptance == "rejection"
     place = Site(**site, sampled=sampled, exact=config.exact)
     if config.resolution is None:
-        config = resolve(config, place.platform)
+        config = resolve(config)
     options, model = config.resolution.options, place.model
     if not options.kinds:
         model = None
@@ -165,8 +180,7 @@ def build_drafter(config: GenerationConfig, **site: Any) -> Drafter:
             f"{place.model_name}: method {config.method} needs a drafter of kind {' or '.join(options.kinds)}, "
             f"this one is {model.kind} (use --method {model.method})"
         )
+    options.check_model(dataclasses.replace(place, model=model))
     if block := getattr(options, "block_size", None):
-        if model.kind != BLOCK_DIFFUSION:
-            raise OptionError(f"--block-size {block}: {place.model_name} has no blocks of its own")
         model = model.with_block_size(block)
     return options.build(dataclasses.replace(place, model=model))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import DraftShape
-from failfast_jax.decoding.picking import argmax_and_confidence
+from failfast_jax.decoding.picking import argmax_and_confidence, is_stop
 from failfast_jax.decoding.stopping import DraftSoFar, StopRule
 from failfast_jax.decoding.unmasking import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
@@ -61,12 +61,6 @@ class _Guess:
     block: BlockPass
     tokens: Int[Array, "B d"]
     confidence: Float[Array, "B d"]
-
-
-def is_stop(text: Int[Array, "B T"], committed: Committed) -> Bool[Array, "B T"]:
-    """Marks the stop tokens after the committed tokens."""
-    drafted = jnp.arange(text.shape[1]) >= committed.length[:, None]
-    return drafted & (text[..., None] == committed.eos[:, None]).any(-1)
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -172,8 +166,14 @@ class Aligned(BlockDrafter):
             threshold=self.threshold,
             opens_next=cached >= committed.length,
         )
+        # The confidences of the positions that were filled; slots out of bounds are dropped.
+        everyone, nowhere = jnp.arange(text.shape[0]), text.shape[1]
         opened = storing & (cached >= committed.length) & block.token_shift
-        seen = self._seen(carry.confidence, block, guess.confidence, opened, chosen)
+        seen = carry.confidence.at[everyone, jnp.where(opened, block.at + self.block, nowhere)].set(
+            guess.confidence[:, 0], mode="drop"
+        )
+        slots = jnp.where(chosen, block.at[:, None] + block.inside, nowhere)
+        seen = seen.at[everyone[:, None], slots].set(guess.confidence, mode="drop")
         return carry.replace(text=text, confidence=seen, state=carry.state.replace(cached=cached)), masked
 
     def _decide(self, carry: _Filling, guess: _Guess, masked: Bool[Array, "B d"], committed: Committed) -> _Filling:
@@ -194,7 +194,9 @@ class Aligned(BlockDrafter):
         longer = drafted & ~stopped
         doubted = carry.state.doubted | (stopped & unsure & self.expand)
         # No pass follows a stop token with no mask before it.
-        stopped |= (is_stop(text, committed) & (columns - committed.length[:, None] < exists[:, None])).any(1)
+        drafted_at = columns - committed.length[:, None]
+        known = (drafted_at >= 0) & (drafted_at < exists[:, None])
+        stopped |= (known & is_stop(text, committed.eos)).any(1)
         stopped |= blocks >= MOST_BLOCKS
         stopped |= jnp.minimum(carry.spec_len, exists) > committed.room
         # Passes that fill the cache before the first round belong to the prefill.
@@ -209,21 +211,6 @@ class Aligned(BlockDrafter):
             passes=carry.passes + counted,
         )
 
-    def _seen(
-        self,
-        seen: Float[Array, "B T"],
-        block: BlockPass,
-        confidence: Float[Array, "B d"],
-        opened: Bool[Array, " B"],
-        chosen: Bool[Array, "B d"],
-    ) -> Float[Array, "B T"]:
-        """Returns the confidences, with those of the positions that a pass filled."""
-        everyone = jnp.arange(seen.shape[0])
-        nowhere = seen.shape[1]  # out of bounds: dropped
-        seen = seen.at[everyone, jnp.where(opened, block.at + self.block, nowhere)].set(confidence[:, 0], mode="drop")
-        slots = jnp.where(chosen, block.at[:, None] + block.inside, nowhere)
-        return seen.at[everyone[:, None], slots].set(confidence, mode="drop")
-
     def _draft_of(self, end: _Filling, committed: Committed) -> Draft:
         """Returns the first `spec_len` tokens, as far as they exist and fit, cut after a stop token."""
         tokens = gather_window(end.text, committed.length, self.max_draft)
@@ -231,7 +218,7 @@ class Aligned(BlockDrafter):
         masked = tokens == self.mask_token
         exists = jnp.where(masked.any(1), jnp.argmax(masked, 1), self.max_draft)
         length = jnp.minimum(jnp.minimum(end.spec_len, exists), committed.room)
-        stops = (tokens[..., None] == committed.eos[:, None]).any(-1) & (columns < length[:, None])
+        stops = is_stop(tokens, committed.eos) & (columns < length[:, None])
         length = jnp.where(stops.any(1), jnp.argmax(stops, 1) + 1, length)
         return Draft(
             tokens=tokens,

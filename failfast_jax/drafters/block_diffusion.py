@@ -1,4 +1,7 @@
-"""Base of the drafters with a block-diffusion model: its cache of whole blocks, and passes over the uncached rest."""
+"""Drafters with a block-diffusion model: its cache of whole blocks, passes over the uncached rest, and `Wide`.
+
+`Wide` is Algorithm 1 of "Fail Fast, Win Big" with exactly one denoising pass per chunk.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.branches import narrowest
 from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.decoding.drafter import Drafter, DraftShape
+from failfast_jax.decoding.expansion import Chunk, Grow
 from failfast_jax.decoding.picking import forbid
+from failfast_jax.decoding.proposal import propose
 from failfast_jax.decoding.windows import gather_rows, gather_window, place
 from failfast_jax.models.kv_cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
@@ -20,11 +25,12 @@ from failfast_jax.models.transformer import Decoder
 
 @flax.struct.dataclass
 class BlockState:
-    """State of a block-diffusion drafter."""
+    """State of a drafter with a model of its own."""
 
     cache: KVCache
     cached: Int[Array, " B"]
-    """Leading positions whose keys and values are final: whole blocks, each computed with all its tokens final."""
+    """Leading positions whose keys and values are final: whole blocks, each computed with all its tokens final. In
+    blocks of one token `length - 1` or `length - 2` at a round's start, fewer where rounds passed without a draft."""
     memory: Any = ()
     """The stopping rule's."""
 
@@ -144,18 +150,36 @@ class BlockDrafter(Drafter):
         cached = state.cached
         need, lags, stored = self.stored_by(cached, front, active)
 
-        def look_at(width: int):
-            def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
-                live = jnp.max(jnp.where(active, cached + width, 0))
-                hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
-                rows = jnp.clip((front - self.shift - cached)[:, None] + offsets, 0, width - 1)
-                return gather_rows(hidden, rows), cache
+        def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+            live = jnp.max(jnp.where(active, cached + width, 0))
+            hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
+            rows = jnp.clip((front - self.shift - cached)[:, None] + offsets, 0, width - 1)
+            return gather_rows(hidden, rows), cache
 
-            return branch
-
-        rung = jnp.max(jnp.where(active, jnp.minimum(need, self.window), self.block)) // self.block - 1
-        branches = [look_at(width) for width in range(self.block, self.window + 1, self.block)]
+        needed = jnp.max(jnp.where(active, jnp.minimum(need, self.window), self.block))
         nothing = jnp.zeros((front.shape[0], self.spec_len, self.model.config.hidden_size), self.model.dtype)
-        hidden, cache = one_of(rung, branches, (nothing, state.cache))
-
+        hidden, cache = narrowest(range(self.block, self.window + 1, self.block), needed, over, (nothing, state.cache))
         return self.logits(hidden), lags, state.replace(cache=cache, cached=stored)
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Wide(Grow, BlockDrafter):
+    """Each pass fills the next `spec_len` positions at once; they keep that confidence.
+
+    The draft grows while its rule lets it and another chunk fits `max_spec_len`.
+    """
+
+    max_spec_len: int = flax.struct.field(pytree_node=False, default=60)
+
+    @property
+    def shape(self) -> DraftShape:
+        lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
+        return self.shaped(*lengths, max_prefix=self.prefix(lengths[-1] - self.spec_len))
+
+    def look(self, state, committed, growth):
+        front = committed.length + growth.drafted
+        text = self.masked_text(committed, growth.tokens, growth.drafted)
+        logits, lags, model = self.block_pass(growth.model, text, front, growth.growing)
+        positions = front[:, None] + jnp.arange(self.spec_len)
+        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self.extra)
+        return Chunk(tokens, confidence, jnp.where(lags, 0, self.spec_len), extras), model

@@ -70,7 +70,7 @@ class DllmOptions(ScheduleOptions):
     )
     spiffy_graph: str | None = option(None, "where --spiffy finds them (spiffy.json beside the model)")
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.spiffy_graph is not None:
             require(self.spiffy is not None, f"--spiffy-graph {self.spiffy_graph}", "needs --spiffy")
 

@@ -6,7 +6,6 @@ committed, together with the pairs of whatever was accepted: a draft begins with
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -24,15 +23,9 @@ from failfast_jax.decoding.proposal import propose
 from failfast_jax.decoding.token_tree import deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.drafters.branch_tree import best_nodes
-from failfast_jax.errors import OptionError
-from failfast_jax.models.drafter_model import EAGLE
 from failfast_jax.models.eagle_network import ROWS, BoundEagle, Level
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import constrain_rows
-from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
-
-TREE_BUDGET, TREE_DEPTH, TREE_TOP_K = 59, 5, 10
-"""SafeAILab's: 60 tokens with the root."""
 
 
 @flax.struct.dataclass
@@ -210,12 +203,7 @@ class EagleTree(EagleDrafter):
     @property
     def longest(self) -> int:
         """Most nodes of a path."""
-        return min(self.passes, self.budget)
-
-    @property
-    def passes(self) -> int:
-        """Passes per draft."""
-        return self.depth + 1
+        return min(self.depth + 1, self.budget)
 
     @property
     def _levels(self) -> np.ndarray:
@@ -232,7 +220,7 @@ class EagleTree(EagleDrafter):
         # Whole on every device: XLA would spread the nodes, and gather them wherever they are read.
         tree = constrain_rows(tree, self.model.execution)
         tokens, confidence, length = deepest(tree, self.longest)
-        passes = jnp.where(length > 0, self.passes, 0)
+        passes = jnp.where(length > 0, self.depth + 1, 0)
         draft = Draft(tokens=tokens, confidence=confidence, length=length, passes=passes, tree=tree)
         return draft, state.replace(cache=grown.cache)
 
@@ -287,63 +275,3 @@ class EagleTree(EagleDrafter):
             sees=jnp.take_along_axis(growing.sees, parent[..., None], axis=1) | own_slots,
             cache=cache,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeOptions(MethodOptions):
-    """Size and form of an EAGLE drafter's trees."""
-
-    tree_budget: int | None = option(None, f"verify a tree of n tokens ({TREE_BUDGET})", least=1, most=LONGEST_DRAFT)
-    tree_depth: int | None = option(
-        None, f"passes after the first that a tree grows by ({TREE_DEPTH})", least=1, most=32
-    )
-    tree_top_k: int | None = option(None, f"nodes that each of them goes over ({TREE_TOP_K})", least=1, most=64)
-
-    @property
-    def asks_for_a_tree(self) -> bool:
-        """True if one of these options is given."""
-        return bool(self.tree_budget or self.tree_depth or self.tree_top_k)
-
-    def tree(self, site: Site) -> EagleTree:
-        """The drafter of such trees.
-
-        Raises:
-          OptionError: the model, or `--exact`, has none.
-        """
-        reason = "a tree's keys lie at other places of the cache than vanilla's; --spec-len n drafts chains"
-        require(not site.exact, "--exact", reason)
-        window = site.model.config.sliding_window
-        reason = f"its attention slides ({window} positions), which trees have none of; --spec-len n drafts chains"
-        require(window is None, site.model_name, reason)
-        depth, top_k = self.tree_depth or TREE_DEPTH, self.tree_top_k or TREE_TOP_K
-        most = site.model.config.draft_vocab
-        require(top_k <= most, f"--tree-top-k {top_k}", f"this drafter drafts {most} different tokens")
-        budget = min(self.tree_budget or TREE_BUDGET, top_k + depth * top_k**2)
-        # A node's ancestors score at least as well: none of the best `budget` has `budget` of them.
-        depth = max(min(depth, budget - 1), 1)
-        return EagleTree(model=site.model, budget=budget, depth=depth, top_k=top_k)
-
-
-@dataclasses.dataclass(frozen=True)
-class Eagle3Options(TreeOptions):
-    """Options of `eagle3`."""
-
-    summary = "an EAGLE-3 drafter: chains of tokens, or trees of the most probable ones"
-    kinds = (EAGLE,)
-    samples = True
-
-    spec_len: int | None = option(
-        None, "draft chains of n tokens (where the drafter was trained for them, as many; else trees)", least=1, most=64
-    )
-
-    def check(self) -> None:
-        reason = "a chain has no --tree-budget, --tree-depth or --tree-top-k"
-        require(not (self.spec_len and self.asks_for_a_tree), f"--spec-len {self.spec_len}", reason)
-
-    def build(self, site: Site) -> EagleDrafter:
-        length = self.spec_len or (None if self.asks_for_a_tree else site.model.config.chain)
-        if length:
-            return EagleChain(model=site.model, spec_len=length, max_spec_len=length, sampled=site.sampled)
-        if site.sampled:
-            raise OptionError("--acceptance rejection: a tree is not sampled from left to right; --spec-len n: a chain")
-        return self.tree(site)

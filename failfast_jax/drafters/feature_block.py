@@ -1,9 +1,8 @@
-"""Drafting with a network that reads the target's hidden states: its cache, and blocks denoised in several passes."""
+"""DFlash and DSpark: blocks filled in one pass from the target's hidden states, tokens chosen from left to right."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -12,12 +11,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.branches import narrowest, one_of, when
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.picking import argmax_and_confidence
-from failfast_jax.decoding.unmasking import to_fill
-from failfast_jax.decoding.windows import write_rows
+from failfast_jax.decoding.expansion import Chunk, Grow, Growth
+from failfast_jax.decoding.proposal import Extras, propose
+from failfast_jax.decoding.windows import gather_rows, write_rows
 from failfast_jax.models.block_network import DSparkModel
 from failfast_jax.models.kv_cache import KVCache, round_up
 
@@ -52,10 +51,6 @@ class FeatureDrafter(Drafter):
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     deferred: bool = flax.struct.field(pytree_node=False, default=False)
     """Store the features of many rounds at once, when a draft needs them: worth it where many rounds draft nothing."""
-
-    @property
-    def shape(self) -> DraftShape:
-        return self.shaped(self.spec_len)
 
     def shaped(self, *lengths: int, max_prefix: int = 0) -> DraftShape:
         """The shape of drafts of these lengths, the longest one last."""
@@ -115,12 +110,11 @@ class FeatureDrafter(Drafter):
     def _store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
         """With nothing pending, if `condition`."""
 
-        def store(width: int) -> Callable[[KVCache], KVCache]:
-            return lambda cache: self.model.network.store(state.pending[:, :width], cache, state.stored)
+        def store(width: int, cache: KVCache) -> KVCache:
+            return self.model.network.store(state.pending[:, :width], cache, state.stored)
 
         most = jnp.max(committed.length - 1 - state.stored)
-        rung = sum((most > width).astype(jnp.int32) for width in STORES[:-1])
-        cache = one_of(jnp.where(condition, rung, len(STORES)), [store(width) for width in STORES], state.cache)
+        cache = when(condition, functools.partial(narrowest, STORES, most, store), state.cache)
         return state.replace(cache=cache, stored=jnp.where(condition, committed.length - 1, state.stored))
 
     def _ready(self, state: FeatureState, committed: Committed) -> FeatureState:
@@ -130,80 +124,179 @@ class FeatureDrafter(Drafter):
         return self._store_pending(state, committed, jnp.any(committed.running & (state.stored < committed.length - 1)))
 
 
-@flax.struct.dataclass
-class _Denoising:
-    """Carry of the passes over one draft."""
-
-    tokens: Int[Array, "B R"]
-    """The last committed token, then filled positions; anything where `masked`."""
-    confidence: Float[Array, "B N"]
-    """Confidence with which each position was filled."""
-    masked: Bool[Array, "B N"]
-    cache: KVCache
-    passes: Int[Array, " B"]
-
-
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class FeatureDenoiser(FeatureDrafter):
-    """Drafts of fixed length in several passes over one block: the baselines `fast-dllm` and `specdiff` with steps.
+class DSparkDrafter(Grow, FeatureDrafter):
+    """Each pass drafts the next `spec_len` tokens, at most a block's; the draft grows while its rule lets it.
 
-    A pass fills the masked positions that `threshold` chooses, or with `steps` the most confident ones, in even
-    parts. Training showed the model only blocks whose known tokens come first; these are not always such. A Markov head
-    has no say: what it corrects for may still be unknown.
+    A pass over a later block sees the tokens drafted before as known rows. Where there is a Markov head, tokens are
+    chosen row after row, each corrected for the one before it.
     """
 
-    threshold: Float[ArrayLike, ""]
-    steps: int | None = flax.struct.field(pytree_node=False, default=None)
+    model: DSparkModel
+    max_spec_len: int = flax.struct.field(pytree_node=False)
+    cut: Float[ArrayLike, ""] | None = None
+    """A draft ends before its first token with a lower confidence; None: it is not cut."""
 
-    def draft(self, state, committed):
-        state = self._ready(state, committed)
-        length = jnp.where(committed.running, jnp.minimum(self.spec_len, committed.room), 0)
+    @property
+    def shape(self) -> DraftShape:
+        longest = self.max_spec_len
+        max_prefix = self.prefix(longest - 1)
+        if self.cut is not None:
+            return self.shaped(*range(longest + 1), max_prefix=max_prefix)
+        return self.shaped(*range(self.spec_len, longest, self.spec_len), longest, max_prefix=max_prefix)
+
+    @property
+    def least(self) -> int:
+        return 1  # the last chunk may be shorter
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.base.vocab_size
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the widest pass."""
+        config = self.model.config
+        return round_up(config.block_size * -(-(self.max_spec_len + config.own_row) // config.block_size), ROWS)
+
+    def draft(self, state, committed, begun=None):
+        draft, state = super().draft(self._ready(state, committed), committed, begun)
+        return self._cut(draft, 0 if begun is None else begun.length), state
+
+    def carried(self, state):
+        return state.cache
+
+    def restored(self, state, carried):
+        return state.replace(cache=carried)
+
+    def look(self, state, committed, growth):
         start = committed.length - 1
-        batch = start.shape[0]
+        root = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
+        known = jnp.concatenate([root, growth.tokens], axis=1)
+        hidden, cache = self._hidden(state, growth, known, start)
+        tokens, confidence, extras = self._choose(hidden, known, growth.drafted, committed)
+        count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
+        return Chunk(tokens, confidence, count, extras), cache
 
-        def body(carry: _Denoising) -> _Denoising:
-            ids, confidence, cache = self._look(state, carry, start)
-            busy = carry.masked.any(1)
-            if self.steps is None:
-                chosen = to_fill(confidence, carry.masked, self.threshold)
-            else:
-                filled = length - carry.masked.sum(1)
-                goal = -(-(carry.passes + 1) * length // self.steps)
-                chosen = to_fill(confidence, carry.masked, least=goal - filled)
-            tokens = jnp.where(chosen, ids, carry.tokens[:, 1:])
-            return _Denoising(
-                tokens=jnp.concatenate([carry.tokens[:, :1], tokens], axis=1),
-                confidence=jnp.where(chosen, confidence, carry.confidence),
-                masked=carry.masked & ~chosen,
-                cache=cache,
-                passes=carry.passes + busy,
-            )
+    def _cut(self, draft: Draft, given: Int[ArrayLike, "*B"]) -> Draft:
+        """Without what follows a token that is not sure; `given` first tokens are another source's."""
+        if self.cut is None:
+            return draft
+        sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < jnp.reshape(given, (-1, 1)))
+        return draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
 
-        last = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-        first = _Denoising(
-            tokens=jnp.pad(last, ((0, 0), (0, self.spec_len))),
-            confidence=jnp.zeros((batch, self.spec_len)),
-            masked=jnp.arange(self.spec_len) < length[:, None],
-            cache=state.cache,
-            passes=jnp.zeros((batch,), jnp.int32),
-        )
-        end = jax.lax.while_loop(lambda carry: jnp.any(carry.masked), body, first)
-        draft = Draft(tokens=end.tokens[:, 1:], confidence=end.confidence, length=length, passes=end.passes)
-        return draft, state.replace(cache=end.cache)
+    def _hidden(
+        self, state: FeatureState, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B R E"], KVCache]:
+        """Returns hidden states of the root, the drafted tokens, and masks to the end of the block that drafts on."""
+        # Block 4, longest draft 8, drafted 3 (d0 d1 d2), M is the mask; row j scores draft token j (`own_row` false):
+        #   rows      0 root  1 d0  2 d1  3 d2 | 4 M  5 M  6 M  7 M    8 rows: two blocks
+        #   scores                  -     d3   | d4   d5   ...          the next chunk is read from row 3 on
+        # A network whose rows score their own place (`own_row`) reads the same tokens one row later.
+        config, rows = self.model.config, self.block_rows
+        last = jnp.minimum(growth.drafted + self.spec_len, self.max_draft) + config.own_row
+        used = -(-last // config.block_size) * config.block_size
+        tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
+        known_rows = jnp.arange(rows) <= growth.drafted[:, None]
+        # Without the barrier XLA would compute what is made of the features in every round, even one without drafts.
+        features, _ = jax.lax.optimization_barrier((state.features, growth.drafted))
+        inputs = self.model.network.inputs(self.model.embed, tokens, known_rows, features)
 
-    def _look(
-        self, state: FeatureState, carry: _Denoising, start: Int[Array, " B"]
-    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], KVCache]:
-        """The best token of every position and its probability, by one pass over the block."""
-        config, network, rows = self.model.config, self.model.network, self.block_rows
+        def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+            live = jnp.max(jnp.where(growth.growing, start + width, 0))
+            inside = jnp.minimum(used, width)
+            hidden, cache = self.model.network.block(inputs[:, :width], carry[1], start, inside, live)
+            return jnp.pad(hidden, ((0, 0), (0, rows - width), (0, 0))), cache
 
-        def filled(values: Array) -> Array:
-            return jnp.pad(values, ((0, 0), (0, max(rows - values.shape[1], 0))))[:, :rows]
+        blocks = range(config.block_size, rows + 1, config.block_size)
+        widths = sorted({rows, *(round_up(width, ROWS) for width in blocks if round_up(width, ROWS) < rows)})
+        needed = jnp.max(jnp.where(growth.growing, used, 0))
+        nothing = jnp.zeros((known.shape[0], rows, config.base.hidden_size), self.model.dtype)
+        return narrowest(widths, needed, over, (nothing, growth.model))
 
-        known = jnp.pad(~carry.masked, ((0, 0), (1, 0)), constant_values=True)
-        inputs = network.inputs(self.model.embed, filled(carry.tokens), filled(known), state.features)
-        live = jnp.max(jnp.where(carry.masked.any(1), start + rows, 0))
-        hidden, cache = network.block(inputs, carry.cache, start, jnp.full_like(start, config.block_size), live)
-        drafting = hidden[:, config.own_row : config.own_row + self.spec_len]
-        ids, confidence = argmax_and_confidence(self.model.logits(drafting))
-        return ids if self.model.draft_ids is None else self.model.draft_ids[ids], confidence, cache
+    def _choose(
+        self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"], committed: Committed
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Extras]:
+        """Chooses the next `spec_len` tokens after `drafted` ones."""
+        network, own_row = self.model.network, self.model.config.own_row
+        front = drafted[:, None] + jnp.arange(self.spec_len)
+        here = gather_rows(hidden, jnp.minimum(front + own_row, self.block_rows - 1))
+        logits = self.model.logits(here)
+        positions = committed.length[:, None] + front
+        if network.markov is None:
+            tokens, confidence, extras = self._propose(logits, positions, committed)
+            return tokens, self._confidence(here, None, confidence), extras
+
+        before = self._markov_state(hidden, known, drafted)
+        tokens, before, confidence, extras = self.in_turn(here, logits, positions, before, committed)
+        return tokens, self._confidence(here, before, confidence), extras
+
+    def in_turn(
+        self,
+        hidden: Float[Array, "B N E"],
+        logits: Float[Array, "B N v"],
+        positions: Int[Array, "B N"],
+        behind: tuple[Float[Array, "B r"], Int[Array, " B"]],
+        committed: Committed,
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N r"], Float[Array, "B N"] | None, Extras]:
+        """Tokens of a block's rows from left to right, each corrected by the Markov head for the one before it.
+
+        Args:
+          hidden: of the rows.
+          logits: of the rows, before correction.
+          behind: the head's state before the rows, and the token there.
+
+        Returns:
+          The tokens, what the head knows of those in front of each, their softmax where no head says how sure they are,
+          and extras.
+        """
+        markov = self.model.network.markov
+
+        def row(carry: tuple[Array, Array], rows: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
+            (state, token), (hidden, logits, positions) = carry, rows
+            before = markov.embedded(token)
+            state, code = markov.step(state, before, hidden)
+            logits = (logits + markov.bias(code))[:, None]
+            chosen, confidence, extras = self._propose(logits, positions[:, None], committed)
+            return (state, chosen[:, 0]), (chosen, confidence, extras, before)
+
+        by_row = tuple(jnp.moveaxis(x, 1, 0) for x in (hidden, logits, positions))
+        with jax.named_scope("markov"):
+            _, (*chosen, before) = jax.lax.scan(row, behind, by_row)
+        tokens, confidence, extras = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), tuple(chosen))
+        return tokens, jnp.moveaxis(before, 0, 1), confidence, extras
+
+    def _propose(
+        self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Extras]:
+        """Tokens of the target's vocabulary, and their softmax where no head says how sure they are."""
+        ids = self.model.draft_ids
+        narrow = ids is not None and not (self.sampled or self.alternatives)
+        # What leaves a drafter beside tokens and confidences speaks of the target's ids.
+        logits = logits if narrow else self.model.over_vocabulary(logits)
+        asked = self.extra | {"confidence": self.model.network.confidence is None}
+        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **asked)
+        return ids[tokens] if narrow else tokens, confidence, extras
+
+    def _markov_state(
+        self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B r"], Int[Array, " B"]]:
+        """Returns the Markov head's state after the drafted tokens, and the last of them (or the root)."""
+        markov, own_row = self.model.network.markov, self.model.config.own_row
+        state = jnp.zeros((hidden.shape[0], markov.rank), hidden.dtype)
+        last = jnp.take_along_axis(known, drafted[:, None], axis=1)[:, 0]
+        if markov.joint is None or self.max_draft == self.spec_len:
+            return state, last
+
+        def row(index: Int[Array, ""], state: Float[Array, "B r"]) -> Float[Array, "B r"]:
+            after, _ = markov.step(state, markov.embedded(known[:, index]), hidden[:, index + own_row])
+            return jnp.where((index < drafted)[:, None], after, state)
+
+        return jax.lax.fori_loop(0, jnp.max(drafted), row, state), last
+
+    def _confidence(
+        self, hidden: Float[Array, "B N E"], before: Float[Array, "B N r"] | None, softmax: Float[Array, "B N"] | None
+    ) -> Float[Array, "B N"]:
+        """The confidence head's, else the largest probability."""
+        network = self.model.network
+        return softmax if network.confidence is None else jax.nn.sigmoid(network.confidence_logits(hidden, before))

@@ -11,10 +11,19 @@ from jaxtyping import Array, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option
 
 LONGEST_MATCH = 32
 """Match lengths are capped at this value."""
+
+
+def usual_length(platform: str) -> int:
+    """Returns the longest draft that pays on a platform.
+
+    On CPU a verify of 4 rows costs nearly what one of 16 does, so that short drafts save nothing; elsewhere up to 64
+    rows cost about one.
+    """
+    return 15 if platform == "cpu" else 63
 
 
 def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
@@ -51,23 +60,6 @@ class Lookup(Drafter):
     """Draft length for the shortest match. More pays where a verify of few rows costs nearly as much as one of many."""
     max_spec_len: int = flax.struct.field(pytree_node=False, default=15)
 
-    @classmethod
-    def on(cls, platform: str, longest: int | None = None, **options: int) -> Lookup:
-        """With the lengths that pay on a platform.
-
-        On CPU a verify of 4 rows costs nearly what one of 16 does, so that short drafts save nothing; elsewhere up to
-        64 rows cost about one.
-        """
-        if platform == "cpu":
-            return cls(max_spec_len=longest or 15, shortest=15, **options)
-        return cls(max_spec_len=longest or 63, **options)
-
-    @classmethod
-    def whole(cls, platform: str, min_match: int | None = None, longest: int | None = None) -> Lookup:
-        """For `auto`, which decides how much of a draft to verify: as long as it can be, whatever matched."""
-        longest = longest or cls.on(platform).max_spec_len
-        return cls(max_spec_len=longest, shortest=longest, min_match=min_match or 1)
-
     @property
     def shape(self) -> DraftShape:
         # 3, 7, 15, ...: with the last committed token they fill a verify width.
@@ -84,13 +76,9 @@ class Lookup(Drafter):
     def draft(self, state, committed):
         return self.find(committed)[0], state
 
-    def search(self, committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-        """See `longest_match`."""
-        return longest_match(committed)
-
     def find(self, committed: Committed) -> tuple[Draft, Int[Array, " B"]]:
         """The draft, and how many tokens matched (0: none did)."""
-        match, after = self.search(committed)
+        match, after = longest_match(committed)
         length = jnp.minimum(self.draft_length(match), committed.room)
         length = jnp.where(committed.running, length, 0)
         # A continuation that reaches the end of the text goes on with itself.
@@ -114,8 +102,9 @@ class LookupOptions(MethodOptions):
 
     summary = "the text itself: continues the longest earlier match of at least --lookup-min tokens; no model"
 
-    max_spec_len: int = option(ByPlatform(cpu=15, other=63), "longest draft", least=1, most=LONGEST_DRAFT)
+    max_spec_len: int | None = option(None, "longest draft (15 on CPU, 63 elsewhere)", least=1, most=LONGEST_DRAFT)
     lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=LONGEST_MATCH)
 
     def build(self, site: Site) -> Lookup:
-        return Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
+        longest, shortest = self.max_spec_len or usual_length(site.platform), 15 if site.platform == "cpu" else 3
+        return Lookup(min_match=self.lookup_min, max_spec_len=longest, shortest=shortest)

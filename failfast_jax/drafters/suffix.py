@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.drafters.lookup import LONGEST_MATCH
-from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
+from failfast_jax.drafters.lookup import LONGEST_MATCH, usual_length
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option
 
 SEPARATOR = -1
 """Stands between the texts of a corpus and in its unused part; no token equals it."""
@@ -105,9 +105,6 @@ class Suffix(Drafter):
     @property
     def shape(self) -> DraftShape:
         return DraftShape(longest=self.max_spec_len, lengths=tuple(range(self.max_spec_len + 1)))
-
-    def with_corpus(self, tokens):
-        return self.replace(corpus=tokens)
 
     def init(self, batch, capacity):
         return SuffixState(
@@ -212,13 +209,13 @@ class SuffixOptions(MethodOptions):
     summary = "the text itself and a corpus (SuffixDecoding): what most places with the longest match go on with"
 
     tau: float = option(0.05, "product of the confidences below which a draft ends", least=0, most=1)
-    max_spec_len: int = option(ByPlatform(cpu=15, other=63), "longest draft", least=1, most=LONGEST_DRAFT)
+    max_spec_len: int | None = option(None, "longest draft (15 on CPU, 63 elsewhere)", least=1, most=LONGEST_DRAFT)
     lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=LONGEST_MATCH)
 
     def build(self, site: Site) -> Suffix:
         return Suffix(
             tau=np.float32(self.tau),
-            corpus=np.zeros(0, np.int32),
+            corpus=np.zeros(0, np.int32) if site.corpus is None else site.corpus,
             min_match=self.lookup_min,
-            max_spec_len=self.max_spec_len,
+            max_spec_len=self.max_spec_len or usual_length(site.platform),
         )

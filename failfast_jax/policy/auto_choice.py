@@ -87,23 +87,11 @@ class Auto(Drafter):
     # Requirements of the sources.
 
     @property
-    def _sources(self) -> tuple[Drafter, ...]:
-        return tuple(source for source in (self.text, self.model) if source is not None)
-
-    @property
     def shape(self) -> DraftShape:
         of_model = DraftShape() if self.model is None else self.model.shape
-        longest = max(source.max_draft for source in self._sources)
+        longest = max(source.max_draft for source in (self.text, self.model) if source is not None)
         lengths = tuple(range(longest + 1))
         return dataclasses.replace(of_model, longest=longest, lengths=lengths, max_prefix=0, uses_costs=True)
-
-    def with_corpus(self, tokens):
-        return self if self.text is None else self.replace(text=self.text.with_corpus(tokens))
-
-    @property
-    def _least_passes(self) -> int:
-        """Passes of the model's shortest draft."""
-        return 1
 
     def planned(self, widths):
         return self.replace(widths=widths).with_costs(Costs.flat(len(widths)))
@@ -124,8 +112,8 @@ class Auto(Drafter):
             model=() if self.model is None else self.model.init(batch, capacity),
             chances=Chances.of(batch, self.prior),
             estimate=ThroughputEstimate.initial(batch),
-            text_draft=self._empty(batch),
-            model_draft=self._empty(batch),
+            text_draft=Draft.empty(batch, self.max_draft),
+            model_draft=Draft.empty(batch, self.max_draft),
             cost=jnp.float32(0),
             refused=jnp.bool_(False),
             ahead=jnp.zeros(batch),
@@ -162,9 +150,17 @@ class Auto(Drafter):
         rung = jnp.where(waits, 0, self._best_width(estimate, _total(weight, tokens), spent))
         cost = costs.verify[rung] + spent
         width = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
-        draft = _better((model.tokens > text.tokens)[:, rung], model.draft, text.draft)
-        draft = self._cut(chances.model, draft, width, committed).replace(
-            passes=model.draft.passes, forecast=_forecast(tokens[:, rung], cost * self.costs.verify[0], width)
+        drafts, by_model = (model.draft, text.draft), (model.tokens > text.tokens)[:, rung]
+        length = jnp.where(by_model, *(draft.length for draft in drafts))
+        seconds = jnp.broadcast_to(cost * self.costs.verify[0], length.shape)
+        # While costs are measured, the draft fills the rows.
+        whole = jnp.where(costs.rows > 0, jnp.minimum(self.max_draft, committed.room), length)
+        draft = Draft(
+            tokens=jnp.where(by_model[:, None], *(draft.tokens for draft in drafts)),
+            confidence=jnp.where(by_model[:, None], *(draft.confidence for draft in drafts)),
+            length=jnp.where(committed.running, jnp.minimum(whole, width - 1), 0),
+            passes=model.draft.passes,
+            forecast=Forecast(tokens[:, rung], seconds, jnp.broadcast_to(width, length.shape)),
         )
         # A round in which every draft begins with the text's tells nothing of the model alone.
         alone = weight * (chances.begun == 0)
@@ -183,11 +179,10 @@ class Auto(Drafter):
         )
 
     def _offer_of_text(self, state: AutoState, committed: Committed) -> tuple[Offer, Any]:
-        draft, text_state = self._empty(committed.length.shape[0]), state.text
-        if self.text is not None:
-            draft, text_state = self.text.draft(state.text, committed)
-            draft = self._padded(draft)
-        return Offer(draft, self._tokens(state.chances.text, draft, committed)), text_state
+        if self.text is None:
+            return self._offer(state.chances.text, Draft.empty(committed.length.shape[0], 0), committed), state.text
+        draft, text_state = self.text.draft(state.text, committed)
+        return self._offer(state.chances.text, draft, committed), text_state
 
     def _prefix(self, state: AutoState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
         """Returns the looked-up tokens that the model should continue, and the expected tokens of that round.
@@ -229,26 +224,26 @@ class Auto(Drafter):
         rate = (at_hand / costs.verify)[self._best_width(estimate, at_hand)]
         pays = (estimate.tokens == 0) | (hoped > rate * estimate.cost)
         # The pass alone is at risk here: its tokens need not be verified.
-        draft = costs.draft * self._least_passes
-        cheapest = costs.verify[min(1, len(self.widths) - 1)] + draft
-        pays &= estimate.affords(1 + draft, 0.0, GAMBLE / cheapest**2)
+        cheapest = costs.verify[min(1, len(self.widths) - 1)] + costs.draft
+        pays &= estimate.affords(1 + costs.draft, 0.0, GAMBLE / cheapest**2)
         return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
 
     def _offer_of_model(
         self, state: AutoState, committed: Committed, ask: Bool[Array, ""], prefix: Draft
     ) -> tuple[Offer, Any]:
-        draft, model_state = self._empty(committed.length.shape[0]), state.model
-        if self.model is not None:
-            informed = self._informed(state.model, state.chances)
-            running = committed.replace(running=committed.running & ask)
-            continued = (prefix,) if prefix.tokens.shape[1] else ()
-            draft, model_state = self.model.draft(informed, running, *continued)
-            draft = self._padded(draft)
-        return Offer(draft, self._tokens(state.chances, draft, committed)), model_state
+        if self.model is None:
+            return self._offer(state.chances, Draft.empty(committed.length.shape[0], 0), committed), state.model
+        running = committed.replace(running=committed.running & ask)
+        informed = state.model.replace(memory=state.chances)  # for the stopping rule
+        draft, model_state = self.model.draft(informed, running, prefix)
+        return self._offer(state.chances, draft, committed), model_state
 
-    def _informed(self, state: Any, chances: Chances) -> Any:
-        """Returns the model's state with the chances as the memory of its stopping rule."""
-        return state.replace(memory=chances)
+    def _offer(self, chances: Calibration | Chances, draft: Draft, committed: Committed) -> Offer:
+        """Returns the draft, in buffers of equal size for both sources, and the tokens that it promises."""
+        spare = ((0, 0), (0, self.max_draft - draft.tokens.shape[1]))
+        draft = draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
+        tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
+        return Offer(draft, jnp.where(committed.running[:, None], tokens, 0.0))
 
     def _best_width(
         self, estimate: ThroughputEstimate, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0
@@ -257,28 +252,6 @@ class Auto(Drafter):
         verify = self.costs.steps.verify
         affordable = estimate.affords(verify, tokens / jnp.maximum(tokens[0], 1e-6) - 1)
         return jnp.argmax(jnp.where(affordable, tokens / (verify + spent), 0.0))
-
-    def _empty(self, batch: int) -> Draft:
-        return Draft.empty(batch, self.max_draft)
-
-    def _padded(self, draft: Draft) -> Draft:
-        """Returns the draft in the buffers that both sources share."""
-        spare = ((0, 0), (0, self._empty(1).tokens.shape[1] - draft.tokens.shape[1]))
-        return draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
-
-    def _tokens(self, chances: Calibration | Chances, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
-        tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
-        return jnp.where(committed.running[:, None], tokens, 0.0)
-
-    def _cut(self, chances: Calibration, draft: Draft, rows: Int[Array, ""], committed: Committed) -> Draft:
-        """Returns the part of the draft that `rows` rows hold; while costs are measured, it fills them."""
-        del chances
-        whole = jnp.where(self.costs.rows > 0, jnp.minimum(self.max_draft, committed.room), draft.length)
-        return draft.replace(length=jnp.where(committed.running, jnp.minimum(whole, rows - 1), 0))
-
-    def _learned(self, chances: Chances, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:
-        """Returns the model's calibration after a round."""
-        return chances.model.learned(draft, text, count, chances.begun)
 
     def _weight(self, ahead: Float[Array, " B"], running: Bool[Array, " B"]) -> Float[Array, " B"]:
         """Returns the weight of a token of each row: smaller if the row is ahead of others that the batch waits for.
@@ -319,7 +292,7 @@ class Auto(Drafter):
             kept = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, emitted), text[:, : draft.tokens.shape[1]])
             of_model = outcome.replace(draft=draft, agreed=kept)
             state = state.replace(model=self.model.commit(state.model, of_model))
-            chances = chances.replace(model=self._learned(chances, draft, text, emitted))
+            chances = chances.replace(model=chances.model.learned(draft, text, emitted, chances.begun))
         return state.replace(chances=chances)
 
 
@@ -327,20 +300,6 @@ def _total(weight: Float[Array, " B"], tokens: Float[Array, "B widths"]) -> Floa
     return (weight[:, None] * tokens).sum(0)
 
 
-def _forecast(tokens: Float[Array, " B"], seconds: Float[Array, ""], width: Int[Array, ""]) -> Forecast:
-    return Forecast(tokens, *(jnp.broadcast_to(value, tokens.shape) for value in (seconds, width)))
-
-
 def _least(values: Float[Array, " B"], among: Bool[Array, " B"]) -> Float[Array, ""]:
     """Returns the smallest value `among` rows; 0 without any."""
     return jnp.where(among.any(), jnp.min(jnp.where(among, values, jnp.inf)), 0.0)
-
-
-def _better(first: Bool[Array, " B"], draft: Draft, other: Draft) -> Draft:
-    """Returns the rows of `draft` where `first`, else of `other`."""
-
-    def rows(ours: Array, theirs: Array) -> Array:
-        return jnp.where(first.reshape(-1, *[1] * (ours.ndim - 1)), ours, theirs)
-
-    fields = ("tokens", "confidence", "length")
-    return draft.replace(**{name: rows(getattr(draft, name), getattr(other, name)) for name in fields})

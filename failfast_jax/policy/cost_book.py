@@ -102,15 +102,6 @@ def entry_of(costs: Costs, widths: tuple[int, ...]) -> Entry:
     }
 
 
-def _summary(costs: Costs, source: str, widths: tuple[int, ...]) -> str:
-    """Returns one line about the costs that `auto` decides by."""
-    step = float(costs.verify[0])
-    rows = ", ".join(f"{width}: {value / step:.2f}" for width, value in zip(widths, costs.verify))
-    draft = float(costs.draft) / step
-    measured = f"steps take {1e3 * step:.1f} ms ({source})"
-    return f"--method auto: {measured}; in steps, verifies by rows {rows}, a drafter pass {draft:.2f}"
-
-
 def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> Costs:
     """Returns costs of these widths, interpolated between the rows that an entry names.
 
@@ -134,7 +125,7 @@ def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> C
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """The costs of one session's key.
+    """Costs of the sessions of one key.
 
     Attributes:
       source: origin of the costs, for the user.
@@ -149,9 +140,8 @@ class _Known:
     filed: Costs | None = None
     strikes: int = 0
 
-    @property
-    def moved(self) -> bool:
-        """True if a cost is no longer the one on file."""
+    def changed(self) -> bool:
+        """Returns True if a cost on file is no longer right."""
         if self.filed is None:
             return False
         new, old = (np.append(costs.verify, costs.draft) + 1e-9 for costs in (self.costs, self.filed))
@@ -181,8 +171,12 @@ class CostBook:
         """Returns the session with its costs, and their JSON-ready form. Call it while nothing else is compiled."""
         widths, key = session.plan.widths, session.key
         if key not in self._known:
-            self._known[key] = self._find(session)
-            logger.info("%s", _summary(self._known[key].costs, self._known[key].source, widths))
+            known = self._known[key] = self._find(session)
+            steps = known.costs.steps
+            rows = ", ".join(f"{width}: {value:.2f}" for width, value in zip(widths, steps.verify))
+            origin = f"steps take {1e3 * float(known.costs.verify[0]):.1f} ms ({known.source})"
+            passes = f"a drafter pass {float(steps.draft):.2f}"
+            logger.info("--method auto: %s; in steps, verifies by rows %s, %s", origin, rows, passes)
         known = self._known[key]
         return session.with_costs(known.costs), {**entry_of(known.costs, widths), "source": known.source}
 
@@ -198,25 +192,24 @@ class CostBook:
         begin = time.perf_counter()
         with progress.waiting("measuring what rounds cost here"):
             entry = processes.broadcast_from_primary(entry_of(measure(session), widths))
-        costs = costs_of(entry, widths, "measured")
         logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
-        filed = costs if self._file(key, entry) else None
+        costs = costs_of(entry, widths, "measured")
+        filed = costs if self.file(key, entry) else None
         return _Known(costs, f"measured {machine()['date']}", covariance, filed)
 
-    def _file(self, key: str, entry: Entry | None) -> bool:
-        """Puts a session's costs on file, or takes them off; returns False if there is no file for them."""
-        costs = {name: stored for name, stored in self.stored().items() if name != key}
-        return self.keep(costs if entry is None else costs | {key: {**entry, "date": machine()["date"]}})
+    def file(self, key: str, entry: Entry | None) -> bool:
+        """Puts a session's costs on file, or takes them off.
 
-    def keep(self, costs: dict[str, Entry]) -> bool:
-        """Writes the file; returns False if that is off or fails. No answer is lost for it: costs are measured
-        again."""
+        Returns False if there is no file, or it cannot be written: no answer is lost for it, costs are measured again.
+        """
         path, here = self.path(), machine()
         if path is None or not processes.is_primary():
             return path is not None
-        this_machine = {name: here[name] for name in THIS_MACHINE}
+        costs = {name: stored for name, stored in self.stored().items() if name != key}
+        costs |= {} if entry is None else {key: {**entry, "date": here["date"]}}
+        content = {"machine": {name: here[name] for name in THIS_MACHINE}, "costs": costs}
         try:
-            write_atomically(path, json.dumps({"machine": this_machine, "costs": costs}, indent=1) + "\n")
+            write_atomically(path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             logger.warning("%s (costs of rounds are measured again next time)", describe_os_error(error))
             return False
@@ -252,30 +245,26 @@ class CostBook:
         """Forgets all costs: they are looked up or measured again when they are next needed."""
         self._known.clear()
 
-    def learn(self, session: PricedSession, logs: Sequence[RowLog], seconds: float) -> None:
-        """Corrects the costs by the time of an answer whose rows began together."""
-        self.correct(session, RoundCounts.of(logs, session.plan.widths), seconds)
-
-    def correct(self, session: PricedSession, counts: RoundCounts, seconds: float) -> None:
+    def learn(self, session: PricedSession, counts: RoundCounts, seconds: float) -> None:
         """Corrects the costs by an answer's time. If several in a row differ much from the expected time, the next
         session is measured again."""
         key, widths, seconds = session.key, session.plan.widths, processes.broadcast_from_primary(seconds)
-        if self.fixed is not None or key not in self._known:
+        known = self._known.get(key)
+        if self.fixed is not None or known is None:
             return
-        known = self._known[key]
         ratio = seconds / float(counts.spent(known.costs).sum())
         if 1 / DRIFT < ratio < DRIFT:
             costs, covariance = kalman_update(known.costs, known.covariance, counts, seconds)
             entry = processes.broadcast_from_primary(entry_of(costs, widths))  # to the last bit, on unlike hosts, too
             costs = costs_of(entry, widths, "corrected")
             known = dataclasses.replace(known, costs=costs, covariance=covariance, strikes=0)
-            if known.moved:
-                known = dataclasses.replace(known, filed=costs if self._file(key, entry) else None)
+            if known.changed():
+                known = dataclasses.replace(known, filed=costs if self.file(key, entry) else None)
             self._known[key] = known
         elif known.strikes + 1 < STRIKES:
             self._known[key] = dataclasses.replace(known, strikes=known.strikes + 1)
         else:
             del self._known[key]
             if known.filed is not None:
-                self._file(key, None)
+                self.file(key, None)
             logger.info("rounds take %.2f x what was measured: measured again", ratio)

@@ -37,9 +37,9 @@ CREDIT = 2.0
 HINDSIGHT = 0.1
 """Steps credited for a lookup that would have paid, was not affordable, and turned out to begin rightly."""
 GAMBLE = 0.35
-"""Share of the balance that a model's shortest draft may cost (one pass; all passes of a tree), since its tokens are
-unknown before it is made. It is divided by the square of the cost, in plain steps, of the cheapest round that uses the
-draft: where rows are expensive, few drafts will be used."""
+"""Share of the balance that a model's first pass may cost, since its tokens are unknown before it is made. It is
+divided by the square of the cost, in plain steps, of the cheapest round that uses the draft: where rows are expensive,
+few drafts will be used."""
 LEAD = 4.0
 """Lead in tokens at which a row's next token counts 1/e of that of the row behind it."""
 RECENT = 0.1
@@ -100,7 +100,8 @@ class Calibration:
     def learned(
         self, draft: Draft, emitted: Int[Array, "B M"], count: Int[Array, " B"], prefix: Int[ArrayLike, "*B"] = 0
     ) -> Calibration:
-        """Returns the counts after a round that emitted the first `count` tokens of `emitted`, verified or not.
+        """Returns the counts after a round that emitted the first `count` tokens of `emitted`, verified or not. In
+        sequences with trials, older ones are discounted.
 
         Example: a draft `p q r s` and a text `p q x y`: three trials, of which two were accepted; `s` was not on trial.
 
@@ -112,15 +113,12 @@ class Calibration:
         columns = jnp.arange(draft.tokens.shape[1])
         counts = columns >= jnp.reshape(prefix, (-1, 1))
         tried = counts & (columns < jnp.minimum(agreed + 1, length)[:, None])
-        return self.counted(draft.confidence, tried, counts & (columns < agreed[:, None]))
-
-    def counted(
-        self, confidence: Float[Array, "B M"], tried: Bool[Array, "B M"], accepted: Bool[Array, "B M"]
-    ) -> Calibration:
-        """Returns the counts with these trials; in sequences with trials, older ones are discounted."""
-        bins, left = _bins(confidence), jnp.where(tried.any(1), MEMORY, 1.0)[:, None]
-        new = (jnp.sum(bins * of[..., None], axis=1) for of in (accepted, tried))
-        return Calibration(*(old * left + more for old, more in zip((self.accepted, self.tried), new)), self.prior)
+        accepted = counts & (columns < agreed[:, None])
+        bins, kept = _bins(draft.confidence), jnp.where(tried.any(1), MEMORY, 1.0)[:, None]
+        return self.replace(
+            accepted=self.accepted * kept + jnp.sum(bins * accepted[..., None], axis=1),
+            tried=self.tried * kept + jnp.sum(bins * tried[..., None], axis=1),
+        )
 
 
 @flax.struct.dataclass

@@ -23,7 +23,7 @@ from failfast_jax.bench.replay_programs import Draws, force_acceptance, schedule
 from failfast_jax.decoding.decode_state import Draft, Verified
 from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.stopping import Never
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.kernels.kernel_table import kernel_of
 from failfast_jax.public_data import acceptance_law, model_shapes
 from failfast_jax.public_data.acceptance_law import DATASETS, draw, fit, published_for

@@ -19,7 +19,7 @@ from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.rows import parse_row, plain_rows
 from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
 from failfast_jax.defaults import load_pair
-from failfast_jax.drafters.dspark import DSparkDrafter
+from failfast_jax.drafters.feature_block import DSparkDrafter
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
 FIELD = GOLDEN / "field"

@@ -17,9 +17,9 @@ from failfast_jax import decoding
 from failfast_jax.decoding import picking
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
-from failfast_jax.drafters.dspark import DSparkDrafter
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.eagle3 import EagleChain
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.feature_block import DSparkDrafter
 
 SAMPLES = 200_000
 VOCAB, DRAFT, TOKENS = 5, 2, 3

@@ -21,11 +21,11 @@ from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter, Sto
 from failfast_jax.decoding.decode_state import FAILED, FINISHED_LENGTH, RUNNING, Verified
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.branch_tree import TreeDrafter
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.suffix import Suffix
-from failfast_jax.drafters.wide import Wide
 from failfast_jax.kernels import tpu_attention
 from failfast_jax.kernels.attention_window import AttentionCase
 

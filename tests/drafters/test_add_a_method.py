@@ -88,4 +88,4 @@ def test_options_written_without_the_future():
     add_flags(parser, {"own": Options})
     assert parser.parse_args(["--often", "4"]).often == 4
     with pytest.raises(OptionError, match="--often 'x': must be"):
-        Options.of({"often": "x"}, "cpu", None)
+        Options.of({"often": "x"})

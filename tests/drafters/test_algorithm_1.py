@@ -15,7 +15,6 @@ from tiers import tiers
 from tiny_engines import extended_engine
 
 from failfast_jax import FailFast
-from failfast_jax.generate import main
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 
 PROMPTS = [[3, 14, 15, 9, 26, 35], [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11, 20, 21, 7, 8, 9]]
@@ -110,14 +109,3 @@ def test_a_drafter_of_one_block_has_it_verified_whole():
         held(engine, 2, rows, spec_len=2)
     finally:
         engine.decoding = {}
-
-
-@pytest.mark.parametrize("name", tiers(PAIRS, quick=QUICK, long=None))
-def test_the_records_of_the_command_are_the_algorithms(name, tmp_path, capsys):
-    target, drafter = folders(name, tmp_path)
-    command = ["--target", str(target), "--drafter", str(drafter), "--method", "failfast", "--dtype", "float32"]
-    common = ["--json", "--max-new-tokens", "24", "--ignore-eos", "--token-ids", ",".join(map(str, PROMPTS[1]))]
-    assert main([*command, *common, "--tau", "0.4"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    check([answer], 0.4, *PAIRS[name][2])
-    assert answer["method"] == "failfast"

@@ -107,27 +107,29 @@ def test_drafts_are_what_the_network_says(kind):
             ids += round.emitted
 
 
+@pytest.mark.parametrize("options", [{"method": "specdiff", "steps": 2}, {"method": "fast-dllm", "threshold": 0.3}])
 @pytest.mark.parametrize("kind", tiers(["dflash", "vanilla", "extended"], quick=["vanilla"], long=None))
-def test_a_block_denoised_in_two_steps(kind):
-    """`specdiff`: the more confident half of the positions, then the others; without the Markov head."""
+def test_a_block_filled_in_several_passes(kind, options):
+    """The more confident half of the positions, then the others, or all above a threshold; without the Markov head."""
     model = engine(kind).drafter
     config = model.config
-    options = {"max_new_tokens": 8, "ignore_eos": True, "method": "specdiff", "steps": 2}
-    [result] = engine(kind).generate([prompts(2)[0]], **options)
+    [result] = engine(kind).generate([prompts(2)[0]], max_new_tokens=8, ignore_eos=True, **options)
     ids = list(result.prompt_ids)
     for round in result.rounds[:2]:
         rows, given = np.resize([ids[-1]], config.block_size), np.arange(config.block_size) < 1
-        tokens, masked = np.zeros(ROWS, int), list(range(ROWS))
-        for count in (ROWS // 2, ROWS // 2):
+        tokens, masked, passes = np.zeros(ROWS, int), list(range(ROWS)), 0
+        while masked:
             hidden = looked_at(kind, ids, rows, given)[config.own_row :][:ROWS]
             seen = np.asarray(jax.nn.softmax(model.over_vocabulary(model.logits(hidden)), -1))
-            for place in sorted(masked, key=lambda place: -seen[place].max())[:count]:
+            best = sorted(masked, key=lambda place: -seen[place].max())
+            chosen = [place for place in best if seen[place].max() > options.get("threshold", 1.0)] or best[:1]
+            for place in best[: ROWS // 2] if "steps" in options else chosen:
                 tokens[place] = seen[place].argmax()
                 masked.remove(place)
             filled = [place for place in range(config.block_size - 1) if place not in masked]
-            rows, given = rows.copy(), given.copy()
+            rows, given, passes = rows.copy(), given.copy(), passes + 1
             rows[[place + 1 for place in filled]], given[[place + 1 for place in filled]] = tokens[filled], True
-        assert (round.drafted, round.passes) == (tokens.tolist(), 2)
+        assert (round.drafted, round.passes) == (tokens.tolist(), passes)
         ids += round.emitted
 
 
@@ -211,7 +213,7 @@ def test_a_backbone_drafts_without_its_heads():
         ),
         ("vanilla", {"method": "failfast", "spec_len": 5}, OptionError, "--spec-len 5: this drafter fills up to 4"),
         ("extended", {"max_spec_len": 5}, OptionError, "--max-spec-len 5: this drafter fills up to 4"),
-        ("vanilla", {"method": "failfast", "schedule": "aligned"}, OptionError, "standalone block-diffusion drafter"),
+        ("vanilla", {"method": "failfast", "schedule": "aligned"}, OptionError, "--schedule aligned: needs a drafter"),
     ],
 )
 def test_refusals(kind, options, error, message):

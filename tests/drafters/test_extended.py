@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -61,89 +60,6 @@ def test_a_block_is_the_same_in_training_and_in_the_engine(target, network, know
     cache = store(network, stored, network.init_cache(2, 128), np.zeros(2, np.int32))
     hidden = one_block(network, rows, cache, anchors[:, 0], np.full(2, ROWS), np.int32(12 + ROWS))
     np.testing.assert_allclose(hidden, whole, rtol=2e-4, atol=2e-4)
-
-
-@jax.jit
-def block_pass(bound, target, tokens, rows, known, anchor):
-    features = target_features(target, tokens, bound.config.feature_layers)
-    inputs = bound.network.inputs(bound.embed, rows, known, features[:, anchor[0] - 1])
-    hidden = bound.network.blocks(inputs, features, anchor)[0, 0]
-    return jax.nn.softmax(hidden @ bound.head.T, -1)
-
-
-def looked_at(engine: FailFast, ids: list[int], rows: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Probabilities of one pass over a block behind `ids`, from the features of a full forward pass."""
-    tokens = np.zeros((1, 96), np.int32)
-    tokens[0, : len(ids)] = ids
-    block = rows[None, None, :ROWS], known[None, None, :ROWS], np.asarray([[len(ids) - 1]])
-    return np.asarray(block_pass(engine.drafter, engine.target, tokens, *block))
-
-
-def reference_draft(engine: FailFast, ids: list[int], length: int, choose=None) -> tuple[list[int], list[float], int]:
-    """A draft by `blocks`, with its confidences and its number of passes.
-
-    `choose(masked, confidence, passes)` names the slots that a pass fills; None: the first pass fills all.
-    """
-    rows, known = np.zeros(ROWS + 1, np.int32), np.arange(ROWS + 1) < 1
-    rows[0] = ids[-1]
-    masked, confidence, passes = list(range(length)), np.zeros(length), 0
-    while masked:
-        found = looked_at(engine, ids, rows, known)
-        best, passes = found.max(-1), passes + 1
-        for slot in choose(masked, best, passes) if choose else list(masked):
-            rows[slot + 1], known[slot + 1], confidence[slot] = DRAFT_IDS[found[slot].argmax()], True, best[slot]
-            masked.remove(slot)
-    return rows[1 : length + 1].tolist(), confidence.tolist(), passes
-
-
-def assert_drafts(engine: FailFast, prompts: list[list[int]], options: dict, length: int, choose=None) -> set[int]:
-    """Every round's draft is the reference's, and the text vanilla's; returns how many passes drafts took."""
-    counts = set()
-    for result in lossless(engine, prompts, max_new_tokens=24, ignore_eos=True, **options):
-        ids = list(result.prompt_ids)
-        for round in result.rounds:
-            tokens, confidence, passes = reference_draft(engine, ids, length, choose)
-            assert (round.drafted, round.passes) == (tokens, passes)
-            np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
-            counts.add(passes)
-            ids += round.emitted
-    return counts
-
-
-def test_the_engine_drafts_what_the_network_says_and_changes_no_token(engine):
-    prompts = [prompt(length, seed=row) for row, length in enumerate((9, 14, 19))]
-    options = {"method": "failfast", "tau": 1.0, "spec_len": 3, "max_spec_len": 3}
-    assert assert_drafts(engine, prompts, options, 3) == {1}
-
-
-def above(threshold: float):
-    """Fast-dLLM's rule."""
-    return lambda masked, confidence, passes: [
-        slot for slot in masked if confidence[slot] > threshold or slot == max(masked, key=confidence.__getitem__)
-    ]
-
-
-def in_steps(steps: int, length: int):
-    """SpecDiff's rule."""
-
-    def choose(masked, confidence, passes):
-        count = math.ceil(passes * length / steps) - (length - len(masked))
-        return sorted(masked, key=lambda slot: -confidence[slot])[:count]
-
-    return choose
-
-
-@pytest.mark.parametrize(
-    ("options", "length", "choose"),
-    [
-        ({"method": "fast-dllm", "threshold": 0.3, "spec_len": 4}, 4, above(0.3)),
-        ({"method": "specdiff", "steps": 2}, ROWS, in_steps(2, ROWS)),
-    ],
-)
-def test_several_passes_over_one_block(engine, options, length, choose):
-    """The baselines `fast-dllm` and `specdiff` with a drafter that reads features, by full recomputation."""
-    counts = assert_drafts(engine, [prompt(9), prompt(14, seed=1)], options, length, choose)
-    assert counts == {options["steps"]} if "steps" in options else max(counts) > 1
 
 
 @jax.jit

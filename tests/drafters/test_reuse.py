@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Int
-from test_lookup import seen
 from tiny_engines import standalone_engine
+from tiny_models import committed
 
 from failfast_jax import GenerationConfig
 from failfast_jax.decoding.decode_state import Draft, Outcome
 from failfast_jax.decoding.drafter import Drafter, DraftShape
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH, Reuse
-from failfast_jax.drafters.wide import Wide
 
 WIDTH, LONGEST = 10, 14
 
@@ -58,7 +58,7 @@ def rounds(drafts: list[tuple[list[int], list[int]]], accepted: list[tuple[int, 
         inner = Given(tokens=tokens, length=np.asarray([len(draft) for draft in pair], np.int32))
         drafter = Reuse(model=inner, max_spec_len=LONGEST)
         state = drafter.init(2, 64) if state is None else state
-        before = seen([[1], [1]], room=room).replace(length=lengths)
+        before = committed([[1], [1]], 96, room).replace(length=lengths)
         lengths = lengths + np.asarray(kept, np.int32) + 1
         draft, state = play(drafter, state, before, before.replace(length=lengths))
         assert draft.tokens.shape == (2, LONGEST)

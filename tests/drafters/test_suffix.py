@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lookup import seen
-from tiny_models import VOCAB, random_model, tiny_config
+from tiny_models import VOCAB, committed, random_model, tiny_config
 
 from failfast_jax import FailFast
+from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.drafters.lookup import LONGEST_MATCH
 from failfast_jax.drafters.suffix import MOST_PLACES, SEPARATOR, Corpus, Suffix
 from failfast_jax.errors import PromptError
@@ -20,6 +21,10 @@ from failfast_jax.errors import PromptError
 WIDTH, CORPUS, LONGEST = 96, 40, 12
 init = jax.jit(lambda drafter: drafter.init(2, WIDTH))
 draft_of = jax.jit(lambda drafter, state, now: drafter.draft(state, now))
+
+
+def seen(texts: list[list[int]], room: int = 40, running: bool = True) -> Committed:
+    return committed(texts, WIDTH, room, running=jnp.full(len(texts), running))
 
 
 def suffix(tau: float) -> Suffix:
@@ -83,7 +88,7 @@ def test_drafts_are_what_most_places_go_on_with(batch, earlier, more, tau, room)
     """In the first round, and in later ones, in which a sequence has grown by some tokens or by none."""
     drafter = suffix(tau)
     corpus = np.asarray([SEPARATOR] * (CORPUS - len(earlier)) + earlier, np.int32)
-    drafter = drafter.with_corpus(corpus)
+    drafter = drafter.replace(corpus=corpus)
     state = init(drafter)
     for row, added in enumerate([[], *more]):
         batch[row % 2] = [*batch[row % 2], *added][:WIDTH]

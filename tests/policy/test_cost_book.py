@@ -111,10 +111,10 @@ def test_costs_that_drift_are_measured_again(cache):
     book.price(work)
     done = RoundCounts((1, *[0] * (len(work.plan.widths) - 1)), 0)
     for took in (1.9, 2.0, 1.0, 2.0, 0.5):  # two in a row do not count
-        book.correct(work, done, took)
+        book.learn(work, done, took)
         book.price(work)
     assert len(counted) == 1
-    book.correct(work, done, 2.0)
+    book.learn(work, done, 2.0)
     book.price(work)
     assert len(counted) == 2
     CostBook().price(work)
@@ -140,12 +140,12 @@ def test_costs_follow_what_answers_take(cache):
     book.price(work)
     done = RoundCounts((40, *[0] * (len(work.plan.widths) - 1)), 7)
     expected = float(done.spent(book.price(work)[0].drafter.costs).sum())
-    book.correct(work, done, 1.02 * expected)
+    book.learn(work, done, 1.02 * expected)
     assert (
         book.price(work)[1]["verify"]["1"] > 1 and json.loads(path.read_text())["costs"][work.key]["verify"]["1"] == 1
     )
     for _ in range(12):
-        book.correct(work, done, 1.3 * expected)
+        book.learn(work, done, 1.3 * expected)
     priced, said = book.price(work)
     assert float(done.spent(priced.drafter.costs).sum()) == pytest.approx(1.3 * expected, rel=0.05)
     kept = json.loads(path.read_text())["costs"][work.key]

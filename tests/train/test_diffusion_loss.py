@@ -13,7 +13,7 @@ from block_texts import BLOCK, MASK, WIDTH, draw, model, quick_jit, random_token
 from tiny_models import VOCAB, committed, random_model, tiny_config
 
 from failfast_jax.decoding.stopping import BelowThreshold
-from failfast_jax.drafters.wide import Wide
+from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.kernels.plain_attention import rotated_heads
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.transformer import Decoder

@@ -47,20 +47,18 @@ class Evaluation:
         self.objective = objective
         # The engine runs on one device, training on all.
         self._device = jax.local_devices()[0]
-        tokenizer, drafter_tokenizer = tokenizers
-        drafter = self._drafter(objective.trainable)
-        with processes.as_single_process():
-            self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
-        model, spec_len = self.engine.drafter, config.eval_spec_len
-        # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
-        method = {"method": "failfast", "tau": 1.0}
-        if model.kind == FEATURE_BLOCK:  # a block, or its first tokens
-            method = {"method": "failfast", "tau": 0.0, "max_spec_len": spec_len or model.rows}
-        self.options = {**method, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[: config.eval_prompts]]
         self.last: dict[str, float] | None = None
         self.drafts: Drafts = []
+        drafter, spec_len = self._drafter(objective.trainable), config.eval_spec_len
+        # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
+        cut = {"tau": 1.0}
+        if drafter.kind == FEATURE_BLOCK:  # a block, or its first tokens
+            cut = {"tau": 0.0, "max_spec_len": spec_len or drafter.rows}
+        self.options = {"method": "failfast", **cut, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
+        tokenizer, drafter_tokenizer = tokenizers
         with processes.as_single_process():
+            self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
             # Refuses options and prompts that do not fit: now and not after the last step.
             self.engine.session(self.prompts, self.engine.resolve(**self.options))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.errors import OptionError
+from failfast_jax.options import require
 from failfast_jax.util import processes
 from failfast_jax.util.files import read_json, write_json
 from failfast_jax.util.records import differences
@@ -28,20 +29,17 @@ def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None, m
       OptionError: the folder was begun with other settings, is no folder, or belongs to something else.
     """
     folder = file.parent
-    if folder.exists() and not folder.is_dir():
-        raise OptionError(f"--out {folder}: not a folder")
-    if file.exists():
-        there = read_json(file)
-        grown = _grown(there, settings, may_grow)
-        if others := differences(there | grown, json.loads(json.dumps(settings))):
-            raise OptionError(
-                f"--out {folder}: was begun with other settings ({'; '.join(others)}); name another folder"
-            )
-        return True
-    # A killed start may have left a part of its settings.
-    if foreign and any(path.name != f"{file.name}.part" for path in folder.glob(foreign)):
-        raise OptionError(f"--out {folder}: not empty, and no {file.name} in it; name another folder")
-    return False
+    require(folder.is_dir() or not folder.exists(), f"--out {folder}", "not a folder")
+    if not file.exists():
+        # A killed start may have left a part of its settings.
+        strange = foreign and any(path.name != f"{file.name}.part" for path in folder.glob(foreign))
+        require(not strange, f"--out {folder}", f"not empty, and no {file.name} in it; name another folder")
+        return False
+    there = read_json(file)
+    others = differences(there | _grown(there, settings, may_grow), json.loads(json.dumps(settings)))
+    problem = f"was begun with other settings ({'; '.join(others)}); name another folder"
+    require(not others, f"--out {folder}", problem)
+    return True
 
 
 def _grown(there: dict[str, Any], settings: dict[str, Any], may_grow: Sequence[str]) -> dict[str, Any]:
@@ -50,18 +48,17 @@ def _grown(there: dict[str, Any], settings: dict[str, Any], may_grow: Sequence[s
 
 def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_grow: Sequence[str] = ()) -> bool:
     """Checks as `is_begun`; creates a new folder with its settings, and notes those that have grown in an old one."""
-    if is_begun(file, settings, foreign, may_grow):
-        there = read_json(file)
-        if grown := _grown(there, settings, may_grow):
-            before = {name: there[name] for name in grown}
-            for name, value in grown.items():
-                print(f"{file.parent}: {name} {before[name]} before, {value} now: it goes on", file=sys.stderr)
-            now = there | grown | {LENGTHENED: [*there.get(LENGTHENED, []), before]}
-            write_json(file, now)
-        return True
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, settings)
-    return False
+    if not is_begun(file, settings, foreign, may_grow):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, settings)
+        return False
+    there = read_json(file)
+    if grown := _grown(there, settings, may_grow):
+        before = {name: there[name] for name in grown}
+        for name, value in grown.items():
+            print(f"{file.parent}: {name} {before[name]} before, {value} now: it goes on", file=sys.stderr)
+        write_json(file, there | grown | {LENGTHENED: [*there.get(LENGTHENED, []), before]})
+    return True
 
 
 def check_same(settings: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from failfast_jax.train.diffusion_run import DiffusionObjective, DiffusionStart,
 from failfast_jax.train.documents import Document, Documents
 from failfast_jax.train.evaluation import Evaluation
 from failfast_jax.train.layer_choice import choose_layers
-from failfast_jax.train.objective import Materials, Objective
+from failfast_jax.train.objective import Materials
 from failfast_jax.train.packing import packed_batches
 from failfast_jax.train.resume import begin, check_same
 from failfast_jax.train.spread import Spread
@@ -82,7 +82,9 @@ def work(args: argparse.Namespace) -> None:
     target = open_checkpoint(source).config
     layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
     check_devices(config)
-    _check_text(args.data, source)
+    # A missing chat template comes before anything else that the tokenizer is asked for, such as a mask token.
+    if text := [file for file in documents.files(args.data, (".npz", *ROWS)) if documents.kind(file) in ROWS]:
+        check_template(text[0], load_tokenizer(source))
     start = start_for(config, source, target) if config.family in DIFFUSION else None
     rows = _documents(config, args.data, source, target)
     config = config.resolved(target, _mask_token(config, start, source))
@@ -110,15 +112,8 @@ def work(args: argparse.Namespace) -> None:
         if report is None:
             # From here on nothing is cheap: all that can be refused has been.
             begun = processes.broadcast_from_primary(has_checkpoint(args.out))
-            materials = Materials(
-                target=load_model(source),
-                documents=train,
-                layers=layers,
-                spread=spread,
-                deadline=deadline,
-                begun=begun,
-                start=start,
-            )
+            parts = {"layers": layers, "spread": spread, "deadline": deadline, "begun": begun, "start": start}
+            materials = Materials(target=load_model(source), documents=train, **parts)
             report, done = _train(config, materials, held_out, args)
         print(json.dumps(report))
         note(f"{report['steps']} steps are trained; the drafter is in {report['drafter']} (--drafter)")
@@ -132,19 +127,19 @@ def _train(
     config: TrainConfig, materials: Materials, held_out: Documents, args: argparse.Namespace
 ) -> tuple[dict[str, Any], bool]:
     """Trains in the run's folder and writes the drafter; returns its report, and whether all steps are done."""
-    objective, start = OBJECTIVES[config.family].from_config(config, materials), materials.start
+    objective = OBJECTIVES[config.family].from_config(config, materials)
+    start, train = materials.start, materials.documents
     tokenizers = (None, None) if start is None else (start.target_tokenizer, start.tokenizer)
     evaluation = Evaluation(materials.target, objective, held_out, config, tokenizers)
+    if config.family in DIFFUSION:
+        dataset, share = packed_batches(train, config)
+        print(f"{len(train)} documents fill {share:.0%} of their rows", file=sys.stderr)
+    else:
+        batch = config.batch * config.accumulate
+        dataset = documents.batches(train, length=config.seq_len, batch=batch, seed=config.seed)
     trainer = Trainer(config, objective, args.out, materials.spread)
-    state, done = trainer.train(_batches(config, materials.documents), evaluation, materials.deadline)
+    state, done = trainer.train(dataset, evaluation, materials.deadline)
     return _save(trainer, averaged(state), evaluation, args.data), done
-
-
-def _check_text(paths: list[Path], source: Any) -> None:
-    """Checks that the tokenizer can write conversations, before it is asked for anything else, such as a mask token."""
-    text = [file for file in documents.files(paths, (".npz", *ROWS)) if documents.kind(file) in ROWS]
-    if text:
-        check_template(text[0], load_tokenizer(source))
 
 
 def _mask_token(config: TrainConfig, start: DiffusionStart | None, source: Any) -> int | None:
@@ -167,45 +162,27 @@ def _documents(config: TrainConfig, paths: list[Path], source: Any, target: Mode
     return documents.load_documents(paths, vocab_size=target.vocab_size, read=dict.fromkeys(ROWS, read), **limits)
 
 
-def _batches(config: TrainConfig, train: Documents) -> Any:
-    if config.family not in DIFFUSION:
-        batch = config.batch * config.accumulate
-        return documents.batches(train, length=config.seq_len, batch=batch, seed=config.seed)
-    dataset, share = packed_batches(train, config)
-    print(f"{len(train)} documents fill {share:.0%} of their rows", file=sys.stderr)
-    return dataset
-
-
 def _save(trainer: Trainer, params: Any, evaluation: Evaluation, data: list[Path]) -> dict[str, Any]:
     """Writes the drafter's folder, with its confidence head scaled and the settings of the run; returns its report."""
     config, objective = trainer.config, trainer.objective
     # A run whose last step was done before has measured nothing in this process.
-    figures, step = evaluation.last or evaluation(params), trainer.step
+    figures, training = evaluation.last or evaluation(params), {"storage": config.storage, "steps_done": trainer.step}
     params = jax.tree.map(lambda leaf: leaf if leaf.is_fully_addressable else np.asarray(whole(leaf)), params)
-    params, drafts, calibration = _calibrated(objective, params, evaluation.drafts)
+    drafts = evaluation.drafts
+    if objective.calibrates:
+        scale, shift = confidence_scaling.fit_scaling(drafts)
+        errors = {"before": confidence_scaling.error(drafts), "expected": confidence_scaling.held_out_error(drafts)}
+        training["calibration"] = {"scale": scale, "shift": shift, "calibration_error": errors}
+        params, drafts = objective.calibrated(params, scale, shift), confidence_scaling.rescaled(drafts, scale, shift)
 
     def write() -> dict[str, Any]:
         settings = read_json(trainer.folder / SETTINGS_FILE)
-        training = {**settings, "data": [path.name for path in data], "storage": config.storage, "steps_done": step}
-        more = {"training": training | {"held_out_figures": figures} | calibration}
-        if config.family not in DIFFUSION:
-            more[CHANCES] = observed(drafts)
-        objective.save(params, trainer.folder / "drafter", storage=config.storage, **more)
-        return _report(trainer.folder / "drafter", more["training"])
+        record = {**settings, "data": [path.name for path in data], **training, "held_out_figures": figures}
+        chances = {} if config.family in DIFFUSION else {CHANCES: observed(drafts)}
+        objective.save(params, trainer.folder / "drafter", storage=config.storage, training=record, **chances)
+        return _report(trainer.folder / "drafter", record)
 
     return processes.run_on_primary(write)
-
-
-def _calibrated(
-    objective: Objective, params: Any, drafts: confidence_scaling.Drafts
-) -> tuple[Any, confidence_scaling.Drafts, dict[str, Any]]:
-    """Scales the confidence head by drafts on held-out documents; returns parameters, rescaled drafts and a record."""
-    if not objective.calibrates:
-        return params, drafts, {}
-    scale, shift = confidence_scaling.fit_scaling(drafts)
-    errors = {"before": confidence_scaling.error(drafts), "expected": confidence_scaling.held_out_error(drafts)}
-    record = {"calibration": {"scale": scale, "shift": shift, "calibration_error": errors}}
-    return objective.calibrated(params, scale, shift), confidence_scaling.rescaled(drafts, scale, shift), record
 
 
 def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:

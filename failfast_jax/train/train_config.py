@@ -23,7 +23,7 @@ from failfast_jax.models.markov_head import MARKOV_HEADS
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.options import Option, add_flag, check_value, flag_of, require
 
-BLOCKS, STANDALONE, DIFFUSION = ("dspark", "dflash"), ("standalone",), ("diffusion",)
+DSPARK, BLOCKS, STANDALONE, DIFFUSION = ("dspark",), ("dspark", "dflash"), ("standalone",), ("diffusion",)
 MASKED = (*STANDALONE, *DIFFUSION)
 """Families of block-diffusion models."""
 FAMILIES = (*BLOCKS, *MASKED)
@@ -40,7 +40,6 @@ BLOCK_STARTS = ("clean", "noised")
 """See `paired_forward.source_rows`."""
 PACKINGS = ("none", "stream", "separate")
 """See `packing`."""
-DECIDED_BY_START = ("rows", "draft_vocab", "features", "row_features", "no_fit", "mask_token")
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Objective and packing as in the released code; learning rate and schedule as in a public finetuning script for it,
@@ -74,19 +73,20 @@ class Setting(Option):
       families: those that take it.
       group: its heading on the help page; empty: the families.
       learned: False if it does not change what is learned, so that a run may continue with another value.
+      by_start: True if a block drafter at `--start` decides it.
       flag: further arguments of `add_argument`.
     """
 
     families: tuple[str, ...] = FAMILIES
     group: str = ""
     learned: bool = True
+    by_start: bool = False
     flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _setting(default: Any, help: str, *, metavar: str | None = None, **about: Any) -> Any:
-    if metavar is not None:
-        about["flag"] = {"metavar": metavar, **about.get("flag", {})}
-    return dataclasses.field(default=default, metadata={"option": Setting(help, **about)})
+def _setting(default: Any, help: str, metavar: str | None = None, **about: Any) -> Any:
+    flag = about.pop("flag", {}) | ({} if metavar is None else {"metavar": metavar})
+    return dataclasses.field(default=default, metadata={"option": Setting(help, flag=flag, **about)})
 
 
 def _family(name: str) -> str:
@@ -99,8 +99,9 @@ def _family(name: str) -> str:
 _model = functools.partial(_setting, group="what is trained")
 _data = functools.partial(_setting, group="data")
 _block = functools.partial(_setting, families=BLOCKS)
-_dspark = functools.partial(_setting, families=("dspark",))
+_dspark = functools.partial(_setting, families=DSPARK)
 _masked = functools.partial(_setting, families=MASKED)
+_diffusion = functools.partial(_setting, families=DIFFUSION)
 _optimizer = functools.partial(_setting, group="optimisation")
 _run = functools.partial(_setting, group="the run", learned=False)
 
@@ -116,58 +117,54 @@ class TrainConfig:
     """
 
     preset: str | None = _model(None, "take unspecified options from this recipe", choices=tuple(PRESETS))
-    target: str | None = _model(None, "model to draft for; default: SmolLM2-135M-Instruct", metavar="P")
+    target: str | None = _model(None, "model to draft for; default: SmolLM2-135M-Instruct", "P")
     family: str = _model("dspark", "kind of drafter", choices=FAMILIES, flag={"type": _family})
-    layers: str | None = _model(
-        None, "target layers to start from; default: the last two, all (standalone)", metavar="i,j"
-    )
+    layers: str | None = _model(None, "target layers to start from; default: the last two, all (standalone)", "i,j")
     start: str | None = _model(
-        None, "continue from this drafter, adding heads that it lacks (dspark), or this model (diffusion)", metavar="P"
+        None, "continue from this drafter, adding heads that it lacks (dspark), or this model (diffusion)", "P"
     )
 
-    seq_len: int = _data(320, "documents are cut to this many tokens", least=8, metavar="L")
+    seq_len: int = _data(320, "documents are cut to this many tokens", "L", least=8)
     held_out: int = _data(64, "documents never trained on", least=1)
     skip_short: bool = _data(False, "leave out documents shorter than a block")
 
-    rows: int = _block(7, "tokens that one pass drafts", least=1)
+    rows: int = _block(7, "tokens that one pass drafts", least=1, by_start=True)
     row_features: str | None = _block(
         None,
         "this project's network: target layers that enter each row; without numbers: 1/3, 2/3, last",
-        flag={"metavar": "i,j", "nargs": "?", "const": THIRDS},
+        "i,j",
+        flag={"nargs": "?", "const": THIRDS},
+        by_start=True,
     )
-    no_fit: bool = _block(False, "with --row-features: a random start instead of a ridge regression")
+    no_fit: bool = _block(False, "with --row-features: a random start, not a ridge regression", by_start=True)
     prefix_fraction: float | None = _block(
         None, "share of blocks that begin with known tokens; default: 0.25 with --row-features, else 0", least=0, most=1
     )
     ce_weight: float = _block(0.1, "weight of the cross-entropy with the answers", least=0)
     l1_weight: float = _block(0.9, "weight of the distance from the target's distribution", least=0)
+    draft_vocab: int = _block(0, "draft only the n most frequent tokens of the answers; 0: all", least=0, by_start=True)
+    anchors: int = _block(64, "blocks per document and step", least=1)
+    features: str | None = _block(
+        None, "target layers whose outputs it reads; default: five, evenly spread", "i,j", by_start=True
+    )
+    feature_cache: Path | None = _block(None, "folder: compute the target's features once", "DIR")  # noqa: RUF009
+    cache_layers: str | None = _block(None, "further target layers to store, for other runs", "i,j", learned=False)
+    borrow: bool = _block(False, "store neither the target's embedding nor its head")
     markov: str = _dspark("vanilla", "kind of the Markov head", choices=MARKOV_HEADS)
     markov_rank: int = _dspark(256, "size of its vectors", least=1)
     confidence_weight: float = _dspark(1.0, "weight of the confidence head's loss; 0: no such head", least=0)
     confidence_for: str = _dspark(
         "sampled", "acceptance that the head predicts: rejection sampling's or greedy", choices=("sampled", "greedy")
     )
-    draft_vocab: int = _block(0, "draft only the n most frequent tokens of the answers; 0: all", least=0)
-    anchors: int = _block(64, "blocks per document and step", least=1)
-    features: str | None = _block(
-        None, "target layers whose outputs it reads; default: five, evenly spread", metavar="i,j"
-    )
-    feature_cache: Path | None = _block(  # noqa: RUF009 (a field, as the others)
-        None, "folder: compute the target's features once", metavar="DIR"
-    )
-    cache_layers: str | None = _block(
-        None, "target layers to store for other runs, beside those that this run reads", learned=False, metavar="i,j"
-    )
-    borrow: bool = _block(False, "store neither the target's embedding nor its head")
     mask_token: int | None = _setting(
-        None, "id for an unknown token; default: one that no text has", families=(*BLOCKS, *DIFFUSION), metavar="ID"
+        None,
+        "id for an unknown token; default: one that no text has",
+        "ID",
+        families=(*BLOCKS, *DIFFUSION),
+        by_start=True,
     )
     position_decay: float = _setting(
-        3.0,
-        "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1",
-        families=(*BLOCKS, *MASKED),
-        least=0,
-        infinite=True,
+        3.0, "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True
     )
     block_size: int = _masked(32, "positions per block", least=2)
     corruption: str = _masked("mixed", "masks of a block (uniform: as released)", choices=CORRUPTIONS)
@@ -179,17 +176,16 @@ class TrainConfig:
     mask_logit: str = _masked(
         "hidden", "the mask token in the softmax (scored: as released)", choices=("hidden", "scored")
     )
-    packing: str = _setting(
+    packing: str = _diffusion(
         "none",
         "one document per row; several, each seeing those before it (stream: as released) or only itself (separate)",
-        families=DIFFUSION,
         choices=PACKINGS,
     )
     freeze: str | None = _setting(
         None,
         f"parts that stay as they are: {', '.join(FREEZABLE)}; of dspark drafters {BACKBONE}, all but the heads",
-        families=("dspark", *DIFFUSION),
-        metavar="PART,PART",
+        "PART,PART",
+        families=(*DSPARK, *DIFFUSION),
     )
     kl_weight: float = _setting(0.0, "share of KL(target || drafter) in the loss", families=STANDALONE, least=0, most=1)
 
@@ -210,17 +206,13 @@ class TrainConfig:
         None, "dtype of the arithmetic; default: float32 on CPU, else bfloat16", choices=("float32", "bfloat16")
     )
 
-    fsdp: int = _run(1, "devices that share parameters and optimiser state (diffusion)", metavar="N")
+    fsdp: int = _run(1, "devices that share parameters and optimiser state (diffusion)", "N")
     save_every: int = _run(100, "steps between checkpoints", least=1)
     eval_every: int = _run(0, "steps between measurements; 0: only at the end", least=0)
-    eval_prompts: int | None = _run(
-        None, "held-out documents to measure on; default: 16, or all if there are fewer", least=1
-    )
+    eval_prompts: int | None = _run(None, "held-out documents to measure on; default: at most 16", least=1)
     eval_tokens: int = _run(64, "tokens per answer of a measurement", least=1)
-    eval_spec_len: int | None = _run(
-        None, "tokens per draft of a measurement; default: as trained, or 10", least=1, metavar="N"
-    )
-    push_to_hub: str | None = _run(None, "upload the finished drafter to this Hub repository", metavar="NAME")
+    eval_spec_len: int | None = _run(None, "tokens per draft of a measurement; default: as trained, or 10", least=1)
+    push_to_hub: str | None = _run(None, "upload the finished drafter to this Hub repository", "NAME")
     storage: str = _run("bfloat16", "dtype of the stored weights", choices=STORAGES)
 
     start_config: DSparkConfig | None = None
@@ -229,9 +221,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for field in settings():
             check_value(field, getattr(self, field.name))
-        for broken, name, problem in self._rules():
-            if broken:
-                raise OptionError(f"{_shown(name, getattr(self, name))}: {problem}")
+        for is_broken, name, problem in self._rules():
+            require(not is_broken, _shown(name, getattr(self, name)), problem)
         if self.push_to_hub is not None:
             try:
                 validate_repo_id(self.push_to_hub)
@@ -239,20 +230,25 @@ class TrainConfig:
                 raise OptionError(f"--push-to-hub {self.push_to_hub}: {str(error).splitlines()[0]}") from None
 
     def _rules(self) -> Iterator[tuple[Any, str, str]]:
-        """Yields what may not be: whether it is so, the option that is wrong, and the reason."""
-        row_features = bool(self.row_features)
+        """Yields rules between options: whether one is broken, the option that breaks it, and the problem."""
+        row_features, freeze = bool(self.row_features), self.freeze
         yield (self.eval_prompts or 0) > self.held_out, "eval_prompts", f"must be at most --held-out {self.held_out}"
         unshared = self.fsdp != 1 and self.family not in DIFFUSION
         yield unshared, "fsdp", "only the parameters of --family diffusion are shared among devices"
-        uncached = self.cache_layers and not self.feature_cache
-        yield uncached, "cache_layers", "needs --feature-cache, where they are stored"
+        yield (
+            self.cache_layers and not self.feature_cache,
+            "cache_layers",
+            "needs --feature-cache, where they are stored",
+        )
         longer = self.family in BLOCKS and (self.eval_spec_len or 0) > self.rows
         yield longer, "eval_spec_len", f"a pass drafts at most --rows {self.rows} tokens"
-        for name in ("features", "mask_token"):
-            yield row_features and getattr(self, name) is not None, name, "not with --row-features"
+        yield row_features and self.features is not None, "features", "not with --row-features"
+        yield row_features and self.mask_token is not None, "mask_token", "not with --row-features"
         yield self.no_fit and not row_features, "no_fit", "needs --row-features, which are what is fitted"
         uneven = self.family in MASKED and self.seq_len % self.block_size
         yield uneven, "seq_len", f"must be a multiple of --block-size {self.block_size}"
+        freezes = self.family in DSPARK and freeze is not None
+        yield freezes and freeze != BACKBONE, "freeze", f"of a dspark drafter only {BACKBONE} can stay as it is"
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> TrainConfig:
@@ -264,12 +260,20 @@ class TrainConfig:
         """
         values = {field.name: flags[field.name] for field in settings() if flags.get(field.name) is not None}
         preset = PRESETS.get(flags["preset"], {})
-        if preset and values.get("family", preset["family"]) != preset["family"]:
-            family, name = values["family"], flags["preset"]
-            raise OptionError(f"--family {family}: --preset {name} is of --family {preset['family']}")
         family = (preset | values).get("family", cls.family)
+        of_preset = preset.get("family", family)
+        require(family == of_preset, f"--family {family}", f"--preset {flags['preset']} is of --family {of_preset}")
         start = _start_config(family, values)
-        _check_takers(family, values, start)
+        for field in settings():
+            if field.name in values:
+                about, shown = field.metadata["option"], _shown(field.name, values[field.name])
+                takers = ", ".join(about.families)
+                require(family in about.families, shown, f"--family {family} has no such option, only {takers}")
+                markov = start is not None and start.markov is not None and field.name in ("markov", "markov_rank")
+                decided = markov or (start is not None and about.by_start)
+                require(not decided, shown, f"the drafter of --start {values.get('start')} decides it")
+        needless = start is not None or values.get("freeze") != BACKBONE
+        require(needless, f"--freeze {BACKBONE}", f"needs --start, the drafter whose {BACKBONE} stays as it is")
         values = preset | values
         if start is not None:
             values |= {"rows": start.block_size, "draft_vocab": start.draft_vocab or 0}
@@ -315,25 +319,6 @@ def _shown(name: str, value: Any) -> str:
     return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
 
-def _check_takers(family: str, values: Mapping[str, Any], start: DSparkConfig | None) -> None:
-    """Raises OptionError: an option that the family does not take, or that the drafter at `--start` decides."""
-    decided = () if start is None else DECIDED_BY_START
-    if start is not None and start.markov is not None:
-        decided += ("markov", "markov_rank")
-    for field in settings():
-        name, families = field.name, field.metadata["option"].families
-        if name not in values:
-            continue
-        shown = _shown(name, values[name])
-        require(family in families, shown, f"--family {family} has no such option, only {', '.join(families)}")
-        require(name not in decided, shown, f"the drafter of --start {values.get('start')} decides it")
-    freeze = values.get("freeze")
-    if family == "dspark" and freeze is not None:
-        flag = f"--freeze {freeze}"
-        require(freeze == BACKBONE, flag, f"of a dspark drafter {BACKBONE} can stay as it is, all but its heads")
-        require(start is not None, flag, f"needs --start, the drafter whose {BACKBONE} stays as it is")
-
-
 def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None:
     """Reads the configuration of the block drafter at `--start`; None: training starts from a model's layers.
 
@@ -344,10 +329,9 @@ def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None
     start, layers = values.get("start"), values.get("layers")
     if start is None or family in DIFFUSION:
         return None
-    continues = "not with --start, which continues from a dspark or dflash drafter as it is"
+    continues, flag = "not with --start, which continues from a dspark or dflash drafter as it is", f"--start {start}"
     require(layers is None, f"--layers {layers}", continues)
     require(family in BLOCKS, f"--family {family}", continues)
-    flag = f"--start {start}"
     folder = ModelFolder(start)
     require(folder.layout is BLOCK_LAYOUT, flag, "not a dspark or dflash drafter")
     config = BLOCK_LAYOUT.read_config(folder.raw, folder.where)

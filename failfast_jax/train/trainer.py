@@ -159,12 +159,15 @@ class Trainer:
         config, objective, spread = self.config, self.objective, self.spread
         state = initial_state(objective, config, spread)
         objective.constants = spread.copies(objective.constants)
+        places = spread.places(state), spread.everywhere
+        compiled = jax.jit(make_step(objective, config), donate_argnums=0, out_shardings=places)
         with _checkpoints(self.folder) as manager:
-            state = _restored(manager, state)
+            step = processes.broadcast_from_primary(manager.latest_step())
+            if step is not None:
+                like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+                state = manager.restore(step, args=ocp.args.StandardRestore(like))
             self.step = int(state["step"])
             progress = _Progress(self.folder / LOG_FILE, self.step, config.steps)
-            places = spread.places(state), spread.everywhere
-            compiled = jax.jit(make_step(objective, config), donate_argnums=0, out_shardings=places)
             out_of_time = False
             while self.step < config.steps and not out_of_time:
                 batch = dataset[self.step]
@@ -194,7 +197,7 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
 
     def sweep() -> None:
         # A run that was killed may have left checkpoints half-written, and older ones half-deleted.
-        steps = sorted((int(path.name) for path in place.glob("[0-9]*") if path.name.isdigit()), reverse=True)
+        steps = sorted((int(path.name) for path in place.glob("*") if path.name.isdigit()), reverse=True)
         for step in steps[KEPT:]:
             shutil.rmtree(place / str(step))
 
@@ -209,15 +212,6 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
             manager.close()
         raise
     manager.close()
-
-
-def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the newest checkpoint; without one, `state` itself."""
-    step = processes.broadcast_from_primary(manager.latest_step())
-    if step is None:
-        return state
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    return manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
 
 def check_written(manager: ocp.CheckpointManager) -> None:
@@ -262,14 +256,12 @@ class _Progress:
           OptionError: the loss is not finite.
         """
         values = {name: float(value) for name, value in metrics.items()}
-        values["rows_per_s"] = self._rows / (time.perf_counter() - self._start)
-        loss, norm = values["loss"], values["grad_norm"]
+        loss, norm, speed = values["loss"], values["grad_norm"], self._rows / (time.perf_counter() - self._start)
         if not np.isfinite(loss + norm):
             raise OptionError(f"step {step}: loss {loss}, gradient norm {norm}; lower --learning-rate")
-        shown = {"loss": f"{loss:.3f}", "rows/s": f"{values['rows_per_s']:.0f}"}
-        if "accepted" in values:
-            shown["train accepted"] = f"{values['accepted']:.2f}"
-        self._write({"step": step, **values}, shown)
+        drafts = {"train accepted": f"{values['accepted']:.2f}"} if "accepted" in values else {}
+        shown = {"loss": f"{loss:.3f}", "rows/s": f"{speed:.0f}", **drafts}
+        self._write({"step": step, **values, "rows_per_s": speed}, shown)
         self._rows, self._start = 0, time.perf_counter()
 
     def held_out(self, step: int, evaluate: Callable[[Any], dict[str, float]], params: Any) -> None:

@@ -191,7 +191,7 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--start", PUBLISHED], "drafts for a target with hidden size 64; "),
         (["--start", TARGET], f"--start {TARGET}: not a dspark or dflash drafter"),
         (["--freeze", "backbone"], "--freeze backbone: needs --start"),
-        (["--start", PUBLISHED, "--freeze", "layers"], "--freeze layers: of a dspark drafter backbone can stay"),
+        (["--start", PUBLISHED, "--freeze", "layers"], "--freeze layers: of a dspark drafter only backbone"),
         (["--family", "dflash", "--freeze", "backbone"], "--freeze backbone: --family dflash has no such option"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],

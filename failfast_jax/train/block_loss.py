@@ -7,6 +7,7 @@ accept.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
@@ -20,10 +21,14 @@ from failfast_jax.decoding.picking import argmax
 from failfast_jax.models.block_network import DSpark, bind
 from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.block_start import fit_rows, start_of
+from failfast_jax.train.block_start import fit_inputs, start_of
+from failfast_jax.train.documents import batches
 from failfast_jax.train.feature_cache import FeatureCache, captured_layers, target_features
 from failfast_jax.train.objective import Materials, Objective
 from failfast_jax.train.train_config import TrainConfig
+
+FIT_BATCH, FIT_BATCHES = 8, 64
+"""Documents per batch, and most batches, of the regression that input projections start from."""
 
 
 class BlockObjective(Objective):
@@ -73,7 +78,11 @@ class BlockObjective(Objective):
         objective = cls(model, target, draft_ids, config, cache)
         if not materials.layers.rows or config.no_fit or materials.begun:
             return objective
-        fit_rows(model, config, materials, objective.features, objective.captured)
+        rows = batches(documents, length=config.seq_len, batch=FIT_BATCH, seed=config.seed)
+        parts = (rows[i] for i in range(max(min(len(documents) // FIT_BATCH, FIT_BATCHES), 1)))
+        parts = ({**part, "features": np.asarray(objective.features(part))} for part in parts)
+        share = fit_inputs(model, target, materials.layers.copied[0], parts, objective.captured)
+        print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
         return cls(model, target, draft_ids, config, cache)
 
     def features(self, batch: dict[str, np.ndarray]) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,13 +17,9 @@ from failfast_jax.errors import OptionError
 from failfast_jax.models.block_network import DSpark, DSparkConfig
 from failfast_jax.models.layers import Attention
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train import documents
 from failfast_jax.train.objective import Materials
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util import numerics
-
-FIT_BATCH, FIT_BATCHES = 8, 64
-"""Documents per batch, and most batches, of the regression."""
 
 
 def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndarray | None]:
@@ -153,25 +148,6 @@ def spare_token(tokenizer: Any) -> int:
         if name and name not in used and name not in template:
             return tokenizer.convert_tokens_to_ids(name)
     raise OptionError("--mask-token: the target's tokenizer has no token to spare: name an id that no text has")
-
-
-def fit_rows(
-    model: DSpark,
-    config: TrainConfig,
-    materials: Materials,
-    features: Callable[[dict[str, np.ndarray]], Any],
-    captured: tuple[int, ...],
-) -> None:
-    """Fits the input projections of `model` to the training documents, and reports the fit.
-
-    Args:
-      features: of a batch, of the `captured` layers.
-    """
-    rows = documents.batches(materials.documents, length=config.seq_len, batch=FIT_BATCH, seed=config.seed)
-    batches = (rows[i] for i in range(max(min(len(materials.documents) // FIT_BATCH, FIT_BATCHES), 1)))
-    batches = ({**batch, "features": np.asarray(features(batch))} for batch in batches)
-    share = fit_inputs(model, materials.target, materials.layers.copied[0], batches, captured)
-    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
 
 
 def fit_inputs(

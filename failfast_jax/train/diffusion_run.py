@@ -14,10 +14,10 @@ from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_borrowing, save_fast_dllm
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
-from failfast_jax.errors import OptionError
 from failfast_jax.models.borrowed import mean_embedding, with_borrowed
 from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import require
 from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.diffusion_loss import loss
 from failfast_jax.train.objective import Materials, Objective
@@ -41,11 +41,7 @@ class DiffusionStart:
     target_tokenizer: Any
 
     def params(self, spread: Spread) -> dict[str, Any]:
-        """Reads the checkpoint's parameters in float32, spread over the devices, with zeros for biases that it lacks.
-
-        Raises:
-          CheckpointError: they cannot be read.
-        """
+        """Reads the parameters in float32, spread over the devices, with zeros for biases that the checkpoint lacks."""
         params = self.source.read(as_dtype("float32"), place=spread.place)
         for name, leaf in _skeleton(self.config).leaves.items():
             if name not in params:
@@ -76,13 +72,13 @@ def start_for(config: TrainConfig, target: Any, target_config: ModelConfig) -> D
 def _mask_token(source: Checkpoint, tokenizer: Any) -> int:
     """Returns the mask token: a block-diffusion model's own, the tokenizer's, the first id that no token uses (of
     Qwen2.5 the one that Fast-dLLM v2 took), or one that no text has."""
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    free = max(known.values()) + 1 if known else FAST_DLLM_MASK_TOKEN
     if source.config.mask_token_id is not None:
         return source.config.mask_token_id
-    known = {} if tokenizer is None else tokenizer.get_vocab()
-    if MASK_TOKEN in known:
-        return known[MASK_TOKEN]
-    free = max(known.values()) + 1 if known else FAST_DLLM_MASK_TOKEN
-    return free if free < source.config.vocab_size else spare_token(tokenizer)
+    if MASK_TOKEN in known or free < source.config.vocab_size:
+        return known.get(MASK_TOKEN, free)
+    return spare_token(tokenizer)
 
 
 def frozen_parts(text: str | None, config: ModelConfig) -> tuple[str, ...]:
@@ -93,12 +89,9 @@ def frozen_parts(text: str | None, config: ModelConfig) -> tuple[str, ...]:
     """
     parts = [part for part in FREEZABLE if part != "head" or not config.tie_embeddings]
     frozen = () if text is None else tuple(text.split(","))
-    for part in frozen:
-        if part not in parts:
-            tied = "; its head is its embedding" if config.tie_embeddings else ""
-            raise OptionError(f"--freeze {text}: the model has {', '.join(parts)}{tied}")
-    if {*frozen} == {*parts}:
-        raise OptionError(f"--freeze {text}: nothing is left to train")
+    tied = "; its head is its embedding" if config.tie_embeddings else ""
+    require({*frozen} <= {*parts}, f"--freeze {text}", f"the model has {', '.join(parts)}{tied}")
+    require({*frozen} != {*parts}, f"--freeze {text}", "nothing is left to train")
     return frozen
 
 
@@ -134,14 +127,9 @@ class DiffusionObjective(Objective):
 
     @classmethod
     def from_config(cls, config: TrainConfig, materials: Materials) -> DiffusionObjective:
-        """Builds the objective of a run.
-
-        Raises:
-          CheckpointError: what it starts from cannot be read.
-        """
+        """Builds the objective of a run; CheckpointError: what it starts from cannot be read."""
         start, spread = materials.start, materials.spread
-        frozen = frozen_parts(config.freeze, start.config)
-        params = start.params(spread)
+        frozen, params = frozen_parts(config.freeze, start.config), start.params(spread)
         return cls(start.config, params, config, frozen=frozen, spread=spread, tokenizer=start.tokenizer)
 
     def prepare(self, batch):
@@ -178,11 +166,11 @@ class StandaloneObjective(DiffusionObjective):
         config = target.config.with_mask_row(len(layers), options.block_size)
         values, params = Skeleton.of(target).leaves, {"mask": mean_embedding(target)}
         for name in _skeleton(config).leaves:
-            part, _, rest = name.partition(".")
+            part, *path = name.split(".")
+            if part == "layers":
+                path[0] = str(layers[int(path[0])])
             if part in ("layers", "norm"):
-                number, _, path = rest.partition(".")
-                source = f"layers.{layers[int(number)]}.{path}" if part == "layers" else name
-                params[name] = jnp.array(values[source][...], jnp.float32)
+                params[name] = jnp.array(values[".".join([part, *path])][...], jnp.float32)
         super().__init__(config, params, options)
         self.constants = {"target": target}
 

@@ -48,11 +48,8 @@ def target_features(target: Decoder, tokens: Int[ArrayLike, "B T"], layers: tupl
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _features(target: Decoder, tokens: Array, layers: tuple[int, ...], place: NamedSharding | None) -> Array:
     def of_rows(target: Decoder, tokens: Array) -> Array:
-        batch, width = tokens.shape
-        _, _, features = target.window(
-            tokens, target.init_cache(batch, width), jnp.zeros((batch,), jnp.int32), jnp.int32(width), layers
-        )
-        return features
+        (batch, width), start = tokens.shape, jnp.zeros(len(tokens), jnp.int32)
+        return target.window(tokens, target.init_cache(batch, width), start, jnp.int32(width), layers)[2]
 
     if place is None:
         return of_rows(target, tokens)
@@ -129,9 +126,8 @@ class FeatureCache:
         order = np.argsort(self.lengths, kind="stable")
         groups = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
         layers = tuple(self.description["layers"])
-        for number in progress_bar(
-            "features", "batch", range(self.done, len(groups)), initial=self.done, total=len(groups)
-        ):
+        todo = range(self.done, len(groups))
+        for number in progress_bar("features", "batch", todo, initial=self.done, total=len(groups)):
             group = groups[number]
             width = -(-max(self.lengths[i] for i in group) // 64) * 64
             tokens = np.zeros((BATCH, width), np.int32)

@@ -1,4 +1,4 @@
-"""Shared by the converters: reading a source, writing a folder atomically, the command line."""
+"""The converter: reads a source, writes a folder atomically; its command line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from failfast_jax.checkpoints import checkpoint, orbax_folder
 from failfast_jax.checkpoints.checkpoint import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
+from failfast_jax.models.config_keys import FAMILIES
 from failfast_jax.util import command_line
 from failfast_jax.util.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.util.progress import add_flags
@@ -27,67 +28,45 @@ SIDE_FILES = """
     generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
     merges.txt vocab.txt tokenizer.model chat_template.jinja chat_template.json
     """.split()
-"""Copied as they are, where the source has them."""
+"""Copied unchanged if the source has them."""
 # Room for JSON, tokenizer files written anew, and the file system's own blocks.
 SPARE_BYTES = 32 * 2**20
 
-EVERY, GGUF = "convert", "convert.gguf"
-COMMANDS = {
-    "qwen2": "convert.qwen2",
-    "llama": "convert.qwen2",
-    "qwen3": "convert.qwen3",
-    "Fast_dLLM_Qwen": "convert.fast_dllm",
-    "sdar": "convert.sdar",
-}
-"""The command for a folder of one `model_type`; `EVERY` takes all, and GGUF files."""
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status.
 
-def command(name: str) -> Callable[[Sequence[str] | None], int]:
-    """The command line of `python -m NAME`, which takes arguments (None: the process's) and returns an exit status."""
-    kinds = [kind for kind, owner in COMMANDS.items() if name in (EVERY, owner)]
-    sources = [f"a folder or Hub id of model_type {', '.join(kinds)}"] if kinds else []
-    sources += ["a .gguf file (its tokenizer is written, too)"] if name in (EVERY, GGUF) else []
+    Args:
+      argv: its arguments; None: those of the process.
+    """
+    kinds = ", ".join(FAMILIES)
+    parser = command_line.Parser(
+        prog="python -m convert",
+        description="Convert a checkpoint to this project's own format.",
+        epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only "
+        "when it is complete; an interrupted conversion is cleaned up by the next one.",
+    )
+    parser.add_argument("source", metavar="SRC", help=f"a .gguf file, or a folder or Hub id of model_type {kinds}")
+    parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
+    written = "dtype of the written parameters (default: the stored one; of GGUF files float32)"
+    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=written)
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
+    add_flags(parser)
+    options = vars(parser.parse_args(argv))
+    verbosity = options.pop("verbosity")
 
-    def main(argv: Sequence[str] | None = None) -> int:
-        parser = command_line.Parser(
-            prog=f"python -m {name}",
-            description="Convert a checkpoint to this project's own format.",
-            epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only "
-            "when it is complete; an interrupted conversion is cleaned up by the next one.",
-        )
-        parser.add_argument("source", metavar="SRC", help=", or ".join(sources))
-        parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
-        written = "dtype of the written parameters (default: the stored one; of GGUF files float32)"
-        parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=written)
-        parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
-        add_flags(parser)
-        options = vars(parser.parse_args(argv))
-        verbosity = options.pop("verbosity")
+    def work() -> None:
+        out = convert(**options)
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        print(f"{out}: {size / 1e6:,.1f} MB")
 
-        def work() -> None:
-            out = convert(**options, name=name)
-            size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-            print(f"{out}: {size / 1e6:,.1f} MB")
-
-        return command_line.run(work, verbosity=verbosity)
-
-    return main
-
-
-def _check_source(name: str, source: checkpoint.Checkpoint) -> None:
-    """Raises CheckpointError: the command of this name does not take such sources; it says which command does."""
-    is_gguf, model_type = source.kind == "gguf", source.config.model_type
-    right = GGUF if is_gguf else COMMANDS[model_type]
-    if name not in (EVERY, right):
-        kind = "GGUF files" if is_gguf else f"model_type {model_type!r}"
-        raise CheckpointError(f"{source.path}: {name} does not take {kind}; use python -m {right}")
+    return command_line.run(work, verbosity=verbosity)
 
 
 def convert(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    name: str = EVERY,
     dtype: Any = None,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -97,18 +76,16 @@ def convert(
     The folder appears only when it is complete. The host holds the model and at most one more parameter.
 
     Args:
-      name: the command's, which may take sources of one kind only.
       dtype: of the stored parameters; None: as stored, or float32 for GGUF files.
       overwrite: replaces an earlier conversion at `out`, once the new one is complete.
 
     Raises:
-      CheckpointError, ConfigError: the source cannot be loaded or is not for this command; `out` exists; the disk has
-        less free space than needed.
+      CheckpointError, ConfigError: the source cannot be loaded; `out` exists; the disk has less free space than
+        needed.
     """
     out = user_path(out)
     _check_out(out, overwrite)
     opened = checkpoint.open_checkpoint(source)
-    _check_source(name, opened)
     opened.check()
     if out.exists() and opened.path.exists() and os.path.samefile(out, opened.path):
         raise CheckpointError(f"{out}: is the source itself")
@@ -141,25 +118,25 @@ def _config(source: checkpoint.Checkpoint, dtype: np.dtype) -> dict[str, Any]:
 
 def _check_out(out: Path, overwrite: bool) -> None:
     orbax_path(out / orbax_folder.PARAMS)
-    if not (above := _above(out)).is_dir():
+    if not (above := _nearest_folder(out)).is_dir():
         raise CheckpointError(f"{above}: is not a folder, so {out} cannot be made in it")
-    folder = out.is_dir() and not out.is_symlink()
-    if (folder and not any(out.iterdir())) or not (out.exists() or out.is_symlink()):
+    is_folder = out.is_dir() and not out.is_symlink()
+    if (is_folder and not any(out.iterdir())) or not (out.exists() or out.is_symlink()):
         return
     if not overwrite:
         raise CheckpointError(f"{out}: exists already; pass --overwrite to replace it")
-    ours = (out / "config.json").is_file() and orbax_folder.FORMAT_KEY in read_json(out / "config.json")
-    if not (folder and ours):
+    is_converted = (out / "config.json").is_file() and orbax_folder.FORMAT_KEY in read_json(out / "config.json")
+    if not (is_folder and is_converted):
         raise CheckpointError(f"{out}: not a converted model; remove it by hand if you mean to replace it")
 
 
-def _above(out: Path) -> Path:
-    """The nearest of the folders above `out` that there is."""
+def _nearest_folder(out: Path) -> Path:
+    """The nearest existing path above `out`."""
     return next(path for path in out.absolute().parents if path.exists())
 
 
 def _check_space(out: Path, needed: int) -> None:
-    parent, needed = _above(out), needed + SPARE_BYTES
+    parent, needed = _nearest_folder(out), needed + SPARE_BYTES
     if os.statvfs(parent).f_flag & os.ST_RDONLY:
         raise CheckpointError(f"{parent}: its file system is read-only; name a folder that may be written")
     if (free := shutil.disk_usage(parent).free) < needed:
@@ -168,18 +145,18 @@ def _check_space(out: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, which takes its place when the block ends; after an error it is removed.
+    """A new folder beside `out`, which takes its place at the end of the block; after an error it is removed.
 
-    A lock on the folder itself tells a running conversion from the rest of a killed one, which is removed.
+    A lock on the folder distinguishes a running conversion from the rest of a killed one.
     """
     folder, old = (out.absolute().with_name(f".{out.name}{word}{orbax_folder.PARTIAL}") for word in ("", ".old"))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        lock = _claimed(folder)
+    with contextlib.suppress(FileNotFoundError):  # the rest of a killed conversion
+        lock = _lock(folder)
         shutil.rmtree(folder)
         os.close(lock)
     folder.mkdir()
-    lock = _claimed(folder)
+    lock = _lock(folder)
     if old.exists() and not out.exists():  # killed between the two renames below
         os.rename(old, out)
     shutil.rmtree(old, ignore_errors=True)
@@ -190,18 +167,16 @@ def new_folder(out: Path) -> Iterator[Path]:
         os.rename(folder, out)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:
-        if _is_disk_full(error):
-            free = shutil.disk_usage(folder).free
-            raise CheckpointError(
-                f"{folder.parent}: the disk filled up during the conversion ({free:,} bytes available)"
-            ) from error
-        raise
+        if not _is_disk_full(error):
+            raise
+        free = f"{shutil.disk_usage(folder).free:,} bytes available"
+        raise CheckpointError(f"{folder.parent}: the disk filled up during the conversion ({free})") from error
     finally:
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _claimed(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     try:
         return claim(folder)
     except BlockingIOError:
@@ -211,16 +186,14 @@ def _claimed(folder: Path) -> int:
 def _is_disk_full(error: BaseException | None) -> bool:
     """True if an error, or a cause of it, is a full disk; TensorStore wraps the errno in text."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        if any(os.strerror(code) in str(error) for code in FULL):
+        if getattr(error, "errno", None) in FULL or any(os.strerror(code) in str(error) for code in FULL):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def run(main: Callable[[], int]) -> None:
-    """Runs a command line as a program."""
+    """Runs the command line as a program."""
     # Conversions happen on the host; an accelerator may be in use by someone else.
     jax.config.update("jax_platforms", "cpu")
     # A failed write otherwise prints a traceback per parameter before the one line that says why.

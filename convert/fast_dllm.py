@@ -1,8 +1,6 @@
-"""Converts Fast-dLLM v2 checkpoints: `python -m convert.fast_dllm SRC OUT`."""
+"""`python -m convert`, by the name of a family: Fast-dLLM v2 checkpoints."""
 
-from convert.conversion import command, run
-
-main = command("convert.fast_dllm")
+from convert.conversion import main, run
 
 if __name__ == "__main__":
     run(main)

@@ -1,8 +1,6 @@
-"""Converts GGUF files of llama.cpp: `python -m convert.gguf SRC OUT`."""
+"""`python -m convert`, by the name of a family: GGUF files of llama.cpp."""
 
-from convert.conversion import command, run
-
-main = command("convert.gguf")
+from convert.conversion import main, run
 
 if __name__ == "__main__":
     run(main)

@@ -1,8 +1,6 @@
-"""Converts Qwen2, Qwen2.5 and Llama-family checkpoints: `python -m convert.qwen2 SRC OUT`."""
+"""`python -m convert`, by the name of a family: Qwen2, Qwen2.5 and Llama-family checkpoints."""
 
-from convert.conversion import command, run
-
-main = command("convert.qwen2")
+from convert.conversion import main, run
 
 if __name__ == "__main__":
     run(main)

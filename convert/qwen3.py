@@ -1,8 +1,6 @@
-"""Converts dense Qwen3 checkpoints: `python -m convert.qwen3 SRC OUT`."""
+"""`python -m convert`, by the name of a family: dense Qwen3 checkpoints."""
 
-from convert.conversion import command, run
-
-main = command("convert.qwen3")
+from convert.conversion import main, run
 
 if __name__ == "__main__":
     run(main)

@@ -1,8 +1,6 @@
-"""Converts SDAR checkpoints: `python -m convert.sdar SRC OUT`."""
+"""`python -m convert`, by the name of a family: SDAR checkpoints."""
 
-from convert.conversion import command, run
-
-main = command("convert.sdar")
+from convert.conversion import main, run
 
 if __name__ == "__main__":
     run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -28,8 +29,7 @@ from checkpoint_files import (
 )
 from gguf import GGMLQuantizationType as Quant
 
-from convert import __main__ as every
-from convert import conversion, fast_dllm, gguf, qwen2, qwen3, sdar
+from convert import conversion
 from failfast_jax.checkpoints import orbax_folder
 from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
@@ -46,27 +46,22 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def converted(source: Path, out: Path, *flags: str, module=every) -> Path:
-    assert module.main([str(source), str(out), *flags]) == 0
+def converted(source: Path, out: Path, *flags: str) -> Path:
+    assert conversion.main([str(source), str(out), *flags]) == 0
     return out
 
 
-@pytest.mark.parametrize(
-    "module, name",
-    [
-        (qwen2, "llama_tied"),
-        (qwen2, "qwen2_untied"),
-        (fast_dllm, "fast_dllm_v2_tied"),
-        (qwen3, "field/qwen3_a"),
-        (sdar, "field/sdar_a"),
-        (every, "field/sdar_a"),
-    ],
-)
-def test_golden_round_trip(module, name, out):
-    model, source = load_model(converted(GOLDEN / name, out, module=module)), load_model(GOLDEN / name)
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied", "fast_dllm_v2_tied", "field/qwen3_a", "field/sdar_a"])
+def test_golden_round_trip(name, out):
+    model, source = load_model(converted(GOLDEN / name, out)), load_model(GOLDEN / name)
     assert model.config == source.config
     assert jax.tree.all(jax.tree.map(np.array_equal, model, source))
     assert files_in(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "sdar", "fast_dllm", "gguf"])
+def test_families_are_names_of_one_command(family):
+    assert importlib.import_module(f"convert.{family}").main is conversion.main
 
 
 @pytest.mark.parametrize("name", ["lr[1e-4] a*b?", "{x} 100% %41", "ünï 日本\nb"])
@@ -78,7 +73,7 @@ def test_names_of_folders_are_no_patterns(name, tmp_path):
 
 def test_a_folder_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert qwen2.main([str(LLAMA), "~/at home"]) == 0 and (tmp_path / "at home/config.json").is_file()
+    assert conversion.main([str(LLAMA), "~/at home"]) == 0 and (tmp_path / "at home/config.json").is_file()
 
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16"])
@@ -118,7 +113,7 @@ def test_configuration_of_the_result(out):
 @pytest.mark.parametrize("name", ["llama_tied", "field/qwen3_a"])
 def test_gguf(tmp_path, out, name):
     path = write_gguf(tmp_path / "model.gguf", name, extra=gguf_tokenizer)
-    assert np.array_equal(logits(converted(path, out, module=gguf)), logits(path))
+    assert np.array_equal(logits(converted(path, out)), logits(path))
     assert load_model(out).config == load_model(path).config
     tokenizer, again = load_tokenizer(path), load_tokenizer(out)
     assert again.get_vocab() == tokenizer.get_vocab() and again.chat_template == "{{ messages[0].content }}"
@@ -155,9 +150,9 @@ def test_a_half_precision_folder_widens_while_it_is_read(tmp_path):
 def refused(capsys):
     """Runs a command, which must be refused; returns its line."""
 
-    def run(module, *argv: object) -> str:
+    def run(*argv: object) -> str:
         capsys.readouterr()
-        assert module.main([str(argument) for argument in argv]) == 2
+        assert conversion.main([str(argument) for argument in argv]) == 2
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
         return captured.err
@@ -165,26 +160,16 @@ def refused(capsys):
     return run
 
 
-def test_sources_that_a_command_does_not_take(refused, tmp_path, out):
-    path = write_gguf(tmp_path / "model.gguf", "llama_tied")
-    for module, source, named in (
-        (qwen2, GOLDEN / "fast_dllm_v2_tied", "use python -m convert.fast_dllm"),
-        (fast_dllm, GOLDEN / "qwen2_untied", "use python -m convert.qwen2"),
-        (fast_dllm, LLAMA, "use python -m convert.qwen2"),
-        (fast_dllm, path, "use python -m convert.gguf"),
-        (gguf, GOLDEN / "qwen2_untied", "use python -m convert.qwen2"),
-        (qwen2, GOLDEN / "field" / "qwen3_a", "use python -m convert.qwen3"),
-        (qwen3, GOLDEN / "field" / "sdar_a", "use python -m convert.sdar"),
-        (every, hf_folder(tmp_path / "gemma", "qwen2_untied", model_type="gemma2"), "model_type 'gemma2'"),
-        (every, tmp_path / "absent", "no such file or folder"),
-    ):
-        assert named in refused(module, source, out)
+def test_sources_that_cannot_be_read(refused, tmp_path, out):
+    gemma = hf_folder(tmp_path / "gemma", "qwen2_untied", model_type="gemma2")
+    assert "model_type 'gemma2'" in refused(gemma, out)
+    assert "no such file or folder" in refused(tmp_path / "absent", out)
     source = hf_folder(tmp_path / "source", "qwen2_untied")
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert f"{weights}: truncated" in refused(every, source, out)
+    assert f"{weights}: truncated" in refused(source, out)
     weights.rename(source / "pytorch_model.bin")
-    assert "only pickled weights" in refused(every, source, out)
+    assert "only pickled weights" in refused(source, out)
     assert files_in(out.parent) == []
 
 
@@ -193,18 +178,18 @@ def test_existing_output_is_kept_or_replaced(refused, tmp_path, monkeypatch, out
     converted(LLAMA, out)
     with monkeypatch.context() as patch:
         patch.setattr(conversion.checkpoint, "open_checkpoint", lambda *_: pytest.fail("work was done"))
-        assert "exists already; pass --overwrite" in refused(every, GOLDEN / "qwen2_untied", out)
+        assert "exists already; pass --overwrite" in refused(GOLDEN / "qwen2_untied", out)
     before = logits(out)
     with monkeypatch.context() as patch:
         patch.setattr(orbax_folder, "save_params", failing(OSError(errno.EIO, "Input/output error")))
-        assert "Input/output error" in refused(every, GOLDEN / "qwen2_untied", out, "--overwrite")
+        assert "Input/output error" in refused(GOLDEN / "qwen2_untied", out, "--overwrite")
     assert np.array_equal(logits(out), before) and files_in(out.parent) == ["out"]
     converted(GOLDEN / "qwen2_untied", out, "--overwrite")
     assert load_model(out).config.model_type == "qwen2" and files_in(out.parent) == ["out"]
-    assert "is the source itself" in refused(every, out, out, "--overwrite")
+    assert "is the source itself" in refused(out, out, "--overwrite")
     source = hf_folder(tmp_path / "source", "qwen2_untied")
     for victim in (source, tmp_path, source / "config.json"):
-        assert "not a converted model" in refused(every, LLAMA, victim, "--overwrite")
+        assert "not a converted model" in refused(LLAMA, victim, "--overwrite")
 
 
 def failing(error: Exception):
@@ -219,18 +204,18 @@ def failing(error: Exception):
 
 def test_places_where_nothing_can_be_made(refused, monkeypatch, tmp_path, out):
     for name in (b"back\\slash", b"caf\xe9", b"gs:/model", b"gs:"):
-        assert "name another one" in refused(every, LLAMA, tmp_path / os.fsdecode(name))
+        assert "name another one" in refused(LLAMA, tmp_path / os.fsdecode(name))
     assert files_in(tmp_path) == []
     (tmp_path / "page.md").touch()
-    assert f"{tmp_path / 'page.md'}: is not a folder" in refused(every, LLAMA, tmp_path / "page.md" / "out")
+    assert f"{tmp_path / 'page.md'}: is not a folder" in refused(LLAMA, tmp_path / "page.md" / "out")
     with monkeypatch.context() as patch:
         patch.setattr(conversion.os, "statvfs", lambda path: namedtuple("flags", "f_flag")(os.ST_RDONLY))
-        assert "its file system is read-only; name a folder" in refused(every, LLAMA, out)
+        assert "its file system is read-only; name a folder" in refused(LLAMA, out)
     usage = namedtuple("usage", "total used free")(10**9, 10**9 - 5000, 5000)
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage)
     needed = sum(value.size for value in tensors_of("llama_tied").values()) * 4
     needed += (LLAMA / "generation_config.json").stat().st_size + conversion.SPARE_BYTES
-    assert f"{needed:,} bytes needed, 5,000 bytes available" in refused(every, LLAMA, out)
+    assert f"{needed:,} bytes needed, 5,000 bytes available" in refused(LLAMA, out)
     assert not out.parent.exists()
 
 
@@ -243,7 +228,7 @@ def test_places_where_nothing_can_be_made(refused, monkeypatch, tmp_path, out):
 )
 def test_disk_that_fills_up(refused, monkeypatch, out, error):
     monkeypatch.setattr(orbax_folder, "save_params", failing(error))
-    assert "the disk filled up during the conversion" in refused(every, LLAMA, out)
+    assert "the disk filled up during the conversion" in refused(LLAMA, out)
     assert files_in(out.parent) == []
 
 
@@ -256,7 +241,7 @@ def test_a_conversion_that_cannot_be_read_again_leaves_nothing(out, refused, mon
         path.mkdir()
 
     monkeypatch.setattr(ocp.Checkpointer, "save", forgetful)
-    assert "cannot be read" in refused(every, LLAMA, out) and files_in(out.parent) == []
+    assert "cannot be read" in refused(LLAMA, out) and files_in(out.parent) == []
 
 
 _KILLED = """
@@ -287,7 +272,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(out):
 
 def test_two_conversions_to_one_place(refused, out):
     with conversion.new_folder(out):
-        assert "another conversion to the same place" in refused(every, LLAMA, out)
+        assert "another conversion to the same place" in refused(LLAMA, out)
         assert files_in(out.parent) == [".out.partial"]
     assert files_in(out.parent) == ["out"]
 

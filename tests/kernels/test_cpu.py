@@ -1,4 +1,4 @@
-"""The CPU's own kernels: against float64, and bit for bit against themselves, for every width of vectors."""
+"""The CPU's products and norms: against float64, and bit for bit against themselves, for every width of vectors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import cpu_attention, cpu_norm, cpu_product, llvm_emitter
-from failfast_jax.kernels.attention_window import AttentionCase, Window
+from failfast_jax.kernels import cpu_norm, cpu_product, llvm_emitter
 from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models.layers import RMSNorm, unit_rms
 
@@ -19,10 +17,6 @@ from failfast_jax.models.layers import RMSNorm, unit_rms
 def weights(seed: int, outputs: int, inputs: int, dtype: str) -> jax.Array:
     numbers = np.random.default_rng(seed).standard_normal((outputs, inputs)) * (30 if dtype == "int8" else 1)
     return jnp.asarray(numbers, jnp.float32).astype(dtype)
-
-
-def text(start, live: int) -> Window:
-    return Window(None, None, jnp.atleast_1d(jnp.asarray(start, jnp.int32)), jnp.int32(live))
 
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
@@ -95,9 +89,6 @@ def test_what_would_be_read_beside_an_array_is_refused():
         cpu_product.product(jnp.ones((2, 64)), jnp.ones((2, 64)))
     with pytest.raises(ValueError, match="bfloat16.*wants float32 rows"):
         cpu_product.product(jnp.ones((2, 64), jnp.bfloat16), jnp.ones((48, 64)))
-    q, k, window = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 1, 128, 16)), text(5, 7)
-    with pytest.raises(ValueError, match="keys and values of one shape and type"):
-        cpu_attention.attend(q, (k, k.astype(jnp.bfloat16)), window)
 
 
 def test_many_rows_go_to_xla_and_few_do_not():
@@ -114,44 +105,10 @@ def test_what_is_compiled_here_for_a_tpu_has_no_call():
     assert "failfast_product" not in lowered.as_text() and "dot_general" in lowered.as_text()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [12, 64, 96])
-def test_attention_over_several_chunks(unit, head_dim, dtype):
-    batch, width, heads, kv_heads, capacity = 2, 5, 6, 2, 640
-    q = numbers(1, batch, width, heads, head_dim)
-    k, v = (jnp.asarray(numbers(seed, batch, kv_heads, capacity, head_dim)).astype(dtype) for seed in (2, 3))
-    start = np.asarray([600, 30], np.int32)
-    got = jax.jit(cpu_attention.attend)(q, (k, v), text(start, 605))
-    wide = (np.asarray(x.astype(jnp.float32)) for x in (k, v))
-    np.testing.assert_allclose(got, attention_by_hand(q, *wide, start, 1), atol=2e-5)
-
-
-def test_large_scores_and_far_ones():
-    """Weights that are one, and weights that vanish: no infinity, no NaN."""
-    q, k, v = numbers(1, 1, 2, 1, 16), numbers(2, 1, 1, 256, 16) * 100, numbers(3, 1, 1, 256, 16)
-    start = np.asarray([250], np.int32)
-    got = cpu_attention.attend(jnp.asarray(q), (jnp.asarray(k), jnp.asarray(v)), text(start, 252))
-    np.testing.assert_allclose(got, attention_by_hand(q, k, v, start, 1), atol=2e-4)
-
-
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_what_is_not_a_number_is_not_hidden(where):
-    arrays = {"q": numbers(1, 1, 2, 1, 16), "k": numbers(2, 1, 1, 512, 16), "v": numbers(3, 1, 1, 512, 16)}
-    arrays[where].flat[3] = np.nan
-    q, *cache = map(jnp.asarray, arrays.values())
-    got = cpu_attention.attend(q, tuple(cache), text(300, 302))
-    assert np.isnan(got).any(axis=-1).tolist() == [[[True], [where != "q"]]]
-
-
 def test_shapes_that_are_not_served():
     assert "1 to 128 rows, not 129" in cpu_product.supports(width=129, outputs=64, dtype="float32")
     assert "2 outputs" in cpu_product.supports(width=1, outputs=2, dtype="float32")
     assert "float64" in cpu_product.supports(width=1, outputs=64, dtype="float64")
-    served = {"width": 1, "capacity": 128, "head_dim": 64, "dtype": "float32"}
-    assert cpu_attention.refuses(AttentionCase(**served)) is None
-    changes = {"not 129": {"width": 129}, "a multiple of 16": {"capacity": 100}, "head_dim 6": {"head_dim": 6}}
-    for message, change in (changes | {"int8": {"dtype": "int8"}, "a tree": {"pattern": "tree"}}).items():
-        assert message in cpu_attention.refuses(AttentionCase(**served | change))
 
 
 @pytest.mark.parametrize("size", [1, 15, 48, 577])

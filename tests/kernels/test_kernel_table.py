@@ -1,0 +1,148 @@
+"""The table of attention kernels: which one serves a device, a type and heads, and why others do not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+from checkpoint_files import GOLDEN
+
+from failfast_jax import FailFast
+from failfast_jax.checkpoints.checkpoint import Checkpoint
+from failfast_jax.checkpoints.pair import read_pair
+from failfast_jax.errors import OptionError
+from failfast_jax.kernels import llvm_emitter
+from failfast_jax.kernels.attention_window import AttentionCase
+from failfast_jax.kernels.kernel_table import ATTENTION, KERNELS, SIMULATED_TPU, kernel_of, refusal, serving, unserved
+from failfast_jax.load_options import LoadOptions
+from failfast_jax.util import progress
+
+DEVICES = {
+    "v2": ("tpu", "TPU v2"), "v3": ("tpu", "TPU v3"), "v4": ("tpu", "TPU v4"), "v5e": ("tpu", "TPU v5 lite"),
+    "7x": ("tpu", "TPU7x"), "T4": ("gpu", "7.5"), "A100": ("gpu", "8.0"), "L4": ("gpu", "8.9"), "H100": ("gpu", "9.0"),
+    "B200": ("gpu", "10.0"), "MI300X": ("gpu", "gfx942"), "none": ("gpu", None), "other": ("metal", None),
+}  # fmt: skip
+
+
+def a(name: str) -> SimpleNamespace:
+    """A device, as far as a kernel is chosen by it."""
+    platform, kind = DEVICES[name]
+    return SimpleNamespace(platform=platform, device_kind=kind if platform == "tpu" else name, compute_capability=kind)
+
+
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+
+
+@pytest.mark.parametrize(
+    "devices, dtypes, head_dims, kernel",
+    [
+        ("v4 v5e 7x", (BF16, F32), (64, 128, 256), "tpu"),
+        ("v4 v5e 7x", (F16,), (64, 128, 256), "reference"),
+        ("v2 v3", (BF16, F16, F32), (64, 128, 256, 100), "reference"),
+        ("v4 v5e 7x", (BF16, F16, F32), (16, 80, 96, 100, 160, 512), "reference"),
+        ("H100", (BF16, F16), (64, 128), "gpu"),
+        ("H100", (BF16, F16), (80, 96, 160, 256), "cudnn"),
+        ("B200", (BF16, F16), (64, 80, 128, 160, 256), "cudnn"),
+        ("A100 L4", (BF16, F16), (64, 80, 128), "cudnn"),
+        ("A100 L4", (BF16, F16), (100, 160, 256), "xla"),
+        ("H100 B200", (BF16, F16), (100, 512), "xla"),
+        ("A100 L4 H100 B200", (F32,), (64, 128), "xla"),
+        ("T4 MI300X none", (BF16, F16, F32), (64, 100, 128), "xla"),
+        ("other", (BF16, F32), (64, 100), "reference"),
+    ],
+)
+def test_the_device_the_type_and_the_heads_choose_the_kernel(devices, dtypes, head_dims, kernel):
+    for name, dtype, head_dim in itertools.product(devices.split(), dtypes, head_dims):
+        model = {"dtype": dtype, "head_dim": head_dim}
+        case, reason = (name, dtype, head_dim), unserved(a(name), **model)
+        assert kernel_of(a(name), dtype, head_dim) == kernel, case
+        assert refusal(kernel, a(name), **model) is None, case
+        # XLA is not chosen without a reason, which is a line.
+        assert (reason is None) == (kernel not in ("xla", "reference") or name == "other"), case
+        assert reason is None or "\n" not in reason, case
+
+
+@pytest.mark.parametrize(
+    "kernel, device, model, message",
+    [
+        ("tpu", "v3", {}, "need a TPU v4 or later, this is a TPU v3"),
+        ("tpu", "v5e", {"dtype": F16}, "a cache of float16"),
+        ("tpu", "v5e", {"head_dim": 100}, "head_dim 100: 64, 128 or 256"),
+        ("tpu", "v5e", {"heads": 5, "kv_heads": 2}, "5 query heads for 2 KV heads"),
+        ("tpu", "A100", {}, "JAX sees no TPU here, it runs on gpu"),
+        ("gpu", "v5e", {}, "JAX sees no GPU here, it runs on tpu"),
+        ("gpu", "A100", {}, "9.x (Hopper), not 8.0"),
+        ("gpu", "MI300X", {}, "not gfx942"),
+        ("gpu", "H100", {"head_dim": 160}, "head_dim is 64 or 128, not 160"),
+        ("cudnn", "MI300X", {}, "8.0 (Ampere) or later, not gfx942"),
+        ("cudnn", "T4", {}, "not 7.5"),
+        ("cudnn", "A100", {"head_dim": 160}, "up to 128 on this GPU, not of 160"),
+        ("cudnn", "H100", {"dtype": F32}, "not of float32"),
+        ("cpu", "H100", {}, "no CPU"),
+        (SIMULATED_TPU, "A100", {}, "set JAX_PLATFORMS=cpu"),
+    ],
+)
+def test_a_kernel_says_why_it_does_not_serve(kernel, device, model, message):
+    assert message in refusal(kernel, a(device), **({"dtype": BF16, "head_dim": 128} | model))
+
+
+def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
+    cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
+    assert kernel_of(cpu, BF16, 128) == ("cpu" if llvm_emitter.vector_unit() else "reference")
+    assert kernel_of(cpu, BF16, 6) == "reference" and unserved(cpu, dtype=BF16, head_dim=6)
+    for kernel in ("reference", "xla", SIMULATED_TPU):
+        assert refusal(kernel, cpu, dtype=F16, head_dim=100) is None
+
+
+@pytest.mark.parametrize(
+    "name, width, pattern, file",
+    [
+        ("tpu", 8, "text", "tpu_attention"),
+        ("tpu", 8, "copies", "tpu_attention"),
+        ("tpu", 129, "text", "tpu_prompt"),
+        ("tpu", 8, "tree", "plain_attention"),
+        (SIMULATED_TPU, 8, "sliding window", "plain_attention"),
+        ("gpu", 8, "text", "gpu_attention"),
+        ("gpu", 129, "text", "cudnn_attention"),
+        ("gpu", 8, "sliding window", "cudnn_attention"),
+        ("gpu", 8, "tree", "xla_attention"),
+        ("cudnn", 8, "text", "cudnn_attention"),
+        ("xla", 8, "text", "xla_attention"),
+        ("cpu", 8, "tree", "plain_attention"),
+        ("reference", 8, "text", "plain_attention"),
+    ],
+)
+def test_the_width_and_the_mask_choose_a_kernel_of_that_name(name, width, pattern, file):
+    assert serving(name, AttentionCase(BF16, 128, width=width, pattern=pattern)).file == file
+
+
+@pytest.mark.skipif(llvm_emitter.vector_unit() is None, reason="no kernel for this CPU")
+def test_a_cpu_has_a_kernel_for_prompts():
+    for width, file in ((128, "cpu_attention"), (129, "cpu_prompt_attention")):
+        assert serving("cpu", AttentionCase(F32, 64, width=width)).file == file
+
+
+def test_every_kernel_of_the_table_has_a_name_for_the_command_line():
+    assert {kernel.name for kernel in ATTENTION} == {*KERNELS} - {SIMULATED_TPU}
+
+
+@pytest.mark.parametrize("drafter", [None, GOLDEN / "fast_dllm_v2_untied"])
+def test_kernels_are_refused_before_weights_are_read(drafter, monkeypatch):
+    """Of the target, and of its drafter; heads of 16 are for no TPU."""
+    monkeypatch.setattr(jax, "devices", lambda: [a("v5e")])
+    monkeypatch.setattr(Checkpoint, "load", lambda *args, **options: pytest.fail("weights are read"))
+    name = str(drafter or GOLDEN / "qwen2_target_160")
+    with pytest.raises(OptionError, match=f"^--attention tpu: {re.escape(name)}: .* head_dim [0-9]+: 64, 128 or 256$"):
+        read_pair(GOLDEN / "qwen2_target_160", drafter, LoadOptions(attention="tpu"))
+
+
+def test_xla_says_once_that_it_attends_instead(caplog):
+    progress.warn_once.cache_clear()
+    for _ in range(2):
+        engine = FailFast(GOLDEN / "qwen2_target_160", attention=SIMULATED_TPU)
+    [line] = [record.message for record in caplog.records if "attention runs in XLA" in record.message]
+    assert "qwen2_target_160: attention runs in XLA: the TPU's kernels do not take head_dim" in line
+    assert engine.target.execution.resolved(engine.target.dtype, engine.target.config.head_dim) == "reference"

@@ -38,7 +38,7 @@ from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, 
 from failfast_jax.text_stream import TextStream
 from failfast_jax.util.compilation import count_compiles
 from failfast_jax.util.compile_cache import enable_compile_cache
-from failfast_jax.util.hardware import Profile, bytes_on_a_device, explain_out_of_memory
+from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory, traced
 from failfast_jax.util.progress import waiting
 
 __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamEvent"]
@@ -135,7 +135,7 @@ class FailFast:
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
         self.time_rounds = False
-        self._profile: Profile | None = None
+        self._profile: Path | None = None
         self._has_default_target = False
 
     @classmethod
@@ -269,7 +269,7 @@ class FailFast:
                 compile_s, costs = self.runtime.programs.seconds - compiled_before, None
                 if isinstance(session, DraftSession) and session.drafter.shape.uses_costs:
                     session, costs = self.runtime.costs.price(session)
-                with contextlib.nullcontext() if self._profile is None else self._profile.traced():
+                with contextlib.nullcontext() if self._profile is None else traced(self._profile):
                     for part in self._decode(session, state, stream, watch):
                         if stream and RUNNING in part.progress.finish:
                             events = (each.event(ids) for each, ids in zip(sequences, part.progress.ids))
@@ -410,14 +410,14 @@ class FailFast:
         """Inside, each answer's rounds are traced by `jax.profiler` into `folder`; compiling and prefill are left out.
 
         Raises:
-          OSError: the folder cannot be made; or, at the end, a trace could not be written.
+          OSError: the folder cannot be made. A trace that cannot be written is a warning.
         """
-        profile = self._profile = Profile(Path(folder))
+        self._profile = Path(folder)
+        self._profile.mkdir(parents=True, exist_ok=True)
         try:
             yield
         finally:
             self._profile = None
-        profile.check()
 
     def _explain(self, session: Session, config: GenerationConfig) -> None:
         """Logs the choice of kernel, capacity and widths, for `--verbose`."""

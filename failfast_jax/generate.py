@@ -158,7 +158,6 @@ def _run(args: argparse.Namespace) -> None:
     engine.time_rounds = args.trace is not None
     # On a terminal the view of the rounds has the answer.
     viewed = str(args.trace) == TERMINAL and sys.stdout.isatty() and sys.stderr.isatty()
-    # The answer is printed before a profile that cannot be written is an error.
     with contextlib.nullcontext() if args.profile is None else engine.profile(args.profile):
         if args.json or viewed or not sys.stdout.isatty():
             result = engine.generate([ids], config)[0]

@@ -33,10 +33,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", tuple(check for check in doctor.CHECKS if check is not doctor.decoding))
 
 
-def by_name() -> dict[str, doctor.Finding]:
-    return {finding.name: finding for finding in doctor.findings()}
-
-
 def test_this_installation(capsys):
     assert doctor.main(["--json"]) == 0
     results = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}

@@ -37,7 +37,6 @@ def process():
 before = process()
 changed = lambda: [name for name, value in process().items() if value != before[name]]
 found = {}
-sys.orig_argv[1:] = ["-m", "failfast_jax.generate"]  # whatever Python was told to run
 import failfast_jax
 found["package"] = changed()
 import failfast_jax.generate, failfast_jax.chat, failfast_jax.serve, failfast_jax.doctor

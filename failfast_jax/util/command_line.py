@@ -134,14 +134,6 @@ def one_line_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
-class PrintableFormatter(logging.Formatter):
-    """Log lines in which names of files and folders cannot control the terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Formats as `logging` does, with control characters escaped."""
-        return printable_lines(super().format(record))
-
-
 def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
@@ -177,10 +169,8 @@ def _worked(work: Callable[[], int | None], where: str | None) -> int:
     environment.check()
     hardware.tell_libtpu()
     processes.join(where)
-    handler = progress.LogHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
     with reraise_lost_signals(), one_line_warnings(), processes.only_primary_prints():
-        logging.basicConfig(handlers=[handler])
+        logging.basicConfig(handlers=[progress.LogHandler()])
         status = work() or 0
         sys.stdout.flush()
         return status

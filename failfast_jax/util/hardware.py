@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import logging
 import math
@@ -22,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.errors import DeviceMemoryError
-from failfast_jax.util.files import FULL
 
 logger = logging.getLogger("failfast_jax")
 
@@ -91,35 +89,17 @@ def explain_out_of_memory(doing: str, needs: Callable[[], Mapping[str, int]] = d
         ) from error
 
 
-class Profile:
-    """Traces of `jax.profiler` in a folder. A trace that cannot be written loses no answer: `check` raises later.
-
-    Raises:
-      OSError: the folder cannot be created.
-    """
-
-    def __init__(self, folder: Path):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._error = folder, None
-
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """Traces what runs inside."""
-        jax.profiler.start_trace(self.folder)
+@contextlib.contextmanager
+def traced(folder: Path) -> Iterator[None]:
+    """Traces what runs inside by `jax.profiler`; a trace that cannot be written is a warning, and loses no answer."""
+    jax.profiler.start_trace(folder)
+    try:
+        yield
+    finally:
         try:
-            yield
-        finally:
-            try:
-                jax.profiler.stop_trace()
-            except jax.errors.JaxRuntimeError as error:
-                self._error = error
-
-    def check(self) -> None:
-        """Raises OSError: a trace could not be written."""
-        if self._error is not None:
-            message = str(self._error).strip().splitlines()[0]
-            code = next((code for code in FULL if os.strerror(code) in message), errno.EIO)
-            raise OSError(code, message if code == errno.EIO else os.strerror(code), str(self.folder))
+            jax.profiler.stop_trace()
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("%s: the profile is not written: %s", folder, str(error).strip().splitlines()[0])
 
 
 def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:

@@ -114,7 +114,11 @@ def ended_bars() -> Iterator[None]:
 
 
 class LogHandler(logging.StreamHandler):
-    """Writes log records to stderr, above a bar."""
+    """Writes log records to stderr, above a bar; names of files and folders in them cannot control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns a record's line, with control characters escaped."""
+        return printable_lines(f"{record.levelname}: {super().format(record)}")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -35,7 +34,7 @@ from failfast_jax.policy.cost_book import RoundCounts
 from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, Runtime, Session
-from failfast_jax.text_stream import TextStream
+from failfast_jax.text_stream import SequenceEvents
 from failfast_jax.util.compilation import count_compiles
 from failfast_jax.util.compile_cache import enable_compile_cache
 from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory, traced
@@ -50,44 +49,13 @@ LEAST_ROUNDS = 16
 FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
 
 
-class Stopwatch:
-    """Seconds of stretches of work: `with watch("decode"): ...` adds a stretch to `seconds["decode"]`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = collections.defaultdict(list)
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name].append(time.perf_counter() - start)
-
-
 class Slice(NamedTuple):
     """A decoding state between two calls of the device, donated to the next one, and what was read from it."""
 
     state: Any
     progress: Progress
-
-
-class SequenceEvents:
-    """Turns the ids of one sequence, as they grow, into events with the new ids and their text.
-
-    Args:
-      sequence: index of the prompt.
-      text: the answer's text stream; None without a tokenizer.
-    """
-
-    def __init__(self, sequence: int, text: TextStream | None):
-        self.sequence, self.text, self.sent = sequence, text, 0
-
-    def event(self, ids: Sequence[int], result: Result | None = None) -> StreamEvent:
-        """The event of all ids so far; with the result it is the last one."""
-        new, self.sent = list(ids[self.sent :]), len(ids)
-        text = None if self.text is None else self.text.add(new, last=result is not None)
-        if result is not None and self.text is not None:
-            result = dataclasses.replace(result, text=self.text.text)
-        return StreamEvent(self.sequence, new, text, result)
+    seconds: float
+    """Of the call and the read."""
 
 
 class FailFast:
@@ -199,11 +167,8 @@ class FailFast:
         return self.runtime.platform
 
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
-        """Encodes a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
-
-        Args:
-          prompt: `"text"`, `[{"role": "user", "content": "text"}]` or `[1, 2, 3]`.
-          template: False takes a string as it is, whatever the tokenizer has.
+        """Encodes a prompt: a string (one user turn, if the tokenizer has a chat template and `template`), messages
+        (`[{"role": "user", "content": "text"}]`), or ids.
 
         Raises:
           PromptError: nothing to encode with, an empty prompt, or an id outside the vocabulary.
@@ -252,7 +217,8 @@ class FailFast:
           OptionError: an option out of its range, or one that the method ignores.
         """
         config = config or GenerationConfig()
-        return drafters.resolve(dataclasses.replace(config, **options) if options else config, self.decoding)
+        config = dataclasses.replace(config, **options) if options else config
+        return drafters.resolve(config, self.decoding)
 
     def _answer(self, prompts: Any, config: GenerationConfig, stream: bool) -> Iterator[StreamEvent]:
         """Yields the events of every sequence; without `stream` the last one of each, in order."""
@@ -260,22 +226,22 @@ class FailFast:
         encoded = [self.encode(prompt) for prompt in prompts]
         texts = [answer_text(self.tokenizer, prompt, ids) for prompt, ids in zip(prompts, encoded)]
         sequences = [SequenceEvents(row, text) for row, text in enumerate(texts)]
-        watch, compiled_before = Stopwatch(), self.runtime.programs.seconds
+        compiled_before, slices = self.runtime.programs.seconds, []
         with count_compiles() as counts:
             session = self.session(encoded, config)
             self._explain(session, config)
             with explain_out_of_memory(f"{len(encoded)} x {session.capacity} tokens", lambda: self._memory(session)):
-                state = self._prefill(session, encoded, config, watch)
+                state, prefill_s = self._prefill(session, encoded, config)
                 compile_s, costs = self.runtime.programs.seconds - compiled_before, None
                 if isinstance(session, DraftSession) and session.drafter.shape.uses_costs:
                     session, costs = self.runtime.costs.price(session)
                 with contextlib.nullcontext() if self._profile is None else traced(self._profile):
-                    for part in self._decode(session, state, stream, watch):
+                    for part in self._decode(session, state, stream):
+                        slices.append(part.seconds)
                         if stream and RUNNING in part.progress.finish:
                             events = (each.event(ids) for each, ids in zip(sequences, part.progress.ids))
                             yield from (event for event in events if event.ids)
-        progress, slices = part.progress, watch.seconds["decode"]
-        self._check_finite(encoded, progress)
+        self._check_finite(encoded, part.progress)
         logs = session.rounds(part.state)
         undisturbed = not (self.time_rounds or self._profile)  # otherwise waits between rounds take time, too
         if costs is not None and undisturbed and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
@@ -283,75 +249,59 @@ class FailFast:
         measured = {
             "load_s": self.load_s,
             "compile_s": compile_s,
-            "prefill_s": sum(watch.seconds["prefill"]),
+            "prefill_s": prefill_s,
             "decode_s": sum(slices),
             "compiles": counts.compiles,
             "cache_hits": counts.cache_hits,
             "host_syncs": len(slices) + 2,  # after prefill, after each slice, and for the rounds
             "costs": costs,
         }
-        for row, (sequence, ids, log) in enumerate(zip(sequences, progress.ids, logs)):
+        for row, (sequence, ids, log) in enumerate(zip(sequences, part.progress.ids, logs)):
             log = log.timed(slices) if self.time_rounds else log
             result = Result(
                 prompt_ids=list(encoded[row]),
                 output_ids=ids,
                 text=None,  # see `SequenceEvents`
-                finish_reason=FINISH_REASONS[progress.finish[row]],
+                finish_reason=FINISH_REASONS[part.progress.finish[row]],
                 method=config.method,
                 stats=Stats.of(log, tokens_per_s=len(ids) / sum(slices), **measured),
                 rounds=log.rounds,
             )
             yield sequence.event(ids, result)
 
-    def _prefill(self, session: Session, prompts: list[list[int]], config: GenerationConfig, watch: Stopwatch) -> Any:
-        """A state with the prompts in the caches, once all programs are compiled."""
+    def _prefill(self, session: Session, prompts: list[list[int]], config: GenerationConfig) -> tuple[Any, float]:
+        """Returns a state with the prompts in the caches, once all programs are compiled, and the prefill's seconds."""
         session.prepare(max(map(len, prompts)))
         requests = [self.request(prompt, config, row) for row, prompt in enumerate(prompts)]
         # The loop, the largest program, may still be compiling meanwhile.
-        with watch("prefill"), waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
-            state = session.prefill(requests)
-            jax.block_until_ready(state)
+        with waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
+            start = time.perf_counter()
+            state = jax.block_until_ready(session.prefill(requests))
+            seconds = time.perf_counter() - start
         session.wait()
-        return state
+        return state, seconds
 
-    def _decode(self, session: Session, state: Any, stream: bool, watch: Stopwatch) -> Iterator[Slice]:
+    def _decode(self, session: Session, state: Any, stream: bool) -> Iterator[Slice]:
         """Yields the state after each call of the device: one call for an answer, or one per slice of a stream."""
         # The first slice is a single round: the first words should not wait for the next ones.
-        rounds = 1 if stream or self.time_rounds else None
-        running = True
+        rounds, running = 1 if stream or self.time_rounds else None, True
         while running:
-            with watch("decode"):
-                state = session.advance(state, rounds)
-                progress = session.read(state)
-            yield Slice(state, progress)
+            start = time.perf_counter()
+            state = session.advance(state, rounds)
+            progress = session.read(state)
+            yield Slice(state, progress, time.perf_counter() - start)
             running = RUNNING in progress.finish
             rounds = 1 if self.time_rounds else session.stream_rounds
 
     def request(self, prompt: Sequence[int], config: GenerationConfig, sequence: int = 0) -> Request:
-        """Returns the request of a session's row.
-
-        Args:
-          prompt: token ids, see `encode`.
-          config: a resolved request (see `resolve`): limits, sampling and stop tokens are taken from it.
-          sequence: requests of one seed with different sequences draw different random numbers.
-        """
-        return Request(
-            prompt=prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            seed=config.seed,
-            sequence=sequence,
-            eos=() if config.ignore_eos else self.eos_token_ids,
-        )
+        """Returns the request of a session's row: `prompt` are token ids, `config` is resolved (see `resolve`), and
+        requests of one seed with another `sequence` draw other random numbers."""
+        common = {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+        eos = () if config.ignore_eos else self.eos_token_ids
+        return Request(prompt=prompt, sequence=sequence, eos=eos, **common)
 
     def session(self, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> Session:
-        """Returns the programs that answer prompts (ids) of about this length.
-
-        Args:
-          prompts: token ids of each row.
-          config: a resolved request, see `resolve`.
+        """Returns the programs that answer `prompts` (ids) of about this length, for a resolved `config`.
 
         Raises:
           ConfigError, OptionError: the method needs other models or options.
@@ -452,15 +402,8 @@ class FailFast:
         corpus = None if self.corpus is None else self.corpus.tokens
         if corpus is not None and corpus.max() >= self.target.config.vocab_size:
             raise PromptError(f"the corpus holds token id {corpus.max()}, which {self.target_name} lacks")
-        return drafters.build_drafter(
-            config,
-            model=self.drafter,
-            model_name=self.drafter_name,
-            vocab=self.vocab,
-            platform=self.platform,
-            chances=self.chances,
-            corpus=corpus,
-        )
+        model = {"model": self.drafter, "model_name": self.drafter_name, "vocab": self.vocab, "corpus": corpus}
+        return drafters.build_drafter(config, **model, platform=self.platform, chances=self.chances)
 
 
 def _opened(target: Any, drafter: Any, options: LoadOptions) -> Pair:

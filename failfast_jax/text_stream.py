@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
+
+from failfast_jax.results import Result, StreamEvent
 
 UNFINISHED = "\ufffd"
 """The character that tokenizers write for bytes that are no complete character."""
@@ -142,3 +145,23 @@ def _tail(tokenizer: Any, context: Sequence[int]) -> list[int]:
         if text.strip(UNFINISHED) and not text.startswith(UNFINISHED):
             return list(context[-length:])
     return list(context)
+
+
+class SequenceEvents:
+    """Turns the ids of one sequence, as they grow, into events with the new ids and their text.
+
+    Args:
+      sequence: index of the prompt.
+      text: the answer's text stream; None without a tokenizer.
+    """
+
+    def __init__(self, sequence: int, text: TextStream | None):
+        self.sequence, self.text, self.sent = sequence, text, 0
+
+    def event(self, ids: Sequence[int], result: Result | None = None) -> StreamEvent:
+        """The event of all ids so far; with the result it is the last one."""
+        new, self.sent = list(ids[self.sent :]), len(ids)
+        text = None if self.text is None else self.text.add(new, last=result is not None)
+        if result is not None and self.text is not None:
+            result = dataclasses.replace(result, text=self.text.text)
+        return StreamEvent(self.sequence, new, text, result)

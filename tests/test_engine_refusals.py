@@ -204,7 +204,7 @@ def fail(error):
     return failing
 
 
-@pytest.mark.parametrize("program", ["_start", "_prefill", "_advance"])
+@pytest.mark.parametrize("program", ["the_start", "prefill", "the_loop_over_rounds"])
 def test_a_program_that_does_not_fit_is_explained(monkeypatch, program):
     """XLA raises this error when it compiles; its other errors stay as they are."""
     small, whole = new_engine(), jax.stages.Lowered.compile

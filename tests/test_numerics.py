@@ -17,31 +17,18 @@ from failfast_jax import FailFast
 
 PROMPTS = [[3, 14, 15], [92, 65, 35, 92, 65]]
 DRAFTS = {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
-TOGETHER = {
+SETTINGS = {
     "types and draws": (
         "JAX_ENABLE_X64=1 JAX_DEFAULT_PRNG_IMPL=rbg JAX_THREEFRY_PARTITIONABLE=0 JAX_HIGH_DYNAMIC_RANGE_GUMBEL=1 "
         "JAX_NUMPY_DTYPE_PROMOTION=strict JAX_NUMPY_RANK_PROMOTION=raise JAX_TRANSFER_GUARD=disallow"
         " JAX_RANDOM_SEED_OFFSET=5"
     ),
     "for debugging": "JAX_DISABLE_JIT=1 JAX_DEBUG_NANS=1 JAX_DEBUG_INFS=1 JAX_DEFAULT_MATMUL_PRECISION=highest",
+    "checks": (
+        "JAX_DEBUG_KEY_REUSE=1 JAX_CHECK_TRACER_LEAKS=1 JAX_ENABLE_CHECKS=1 JAX_DEFAULT_PRNG_IMPL=unsafe_rbg "
+        "JAX_DEFAULT_MATMUL_PRECISION=BF16_BF16_F32"
+    ),
 }
-ALONE = (
-    "JAX_ENABLE_X64=1",
-    "JAX_DEFAULT_PRNG_IMPL=rbg",
-    "JAX_DEFAULT_PRNG_IMPL=unsafe_rbg",
-    "JAX_THREEFRY_PARTITIONABLE=0",
-    "JAX_HIGH_DYNAMIC_RANGE_GUMBEL=1",
-    "JAX_RANDOM_SEED_OFFSET=5",
-    "JAX_NUMPY_DTYPE_PROMOTION=strict",
-    "JAX_NUMPY_RANK_PROMOTION=raise",
-    "JAX_TRANSFER_GUARD=disallow",
-    "JAX_DISABLE_JIT=1",
-    "JAX_DEBUG_NANS=1",
-    "JAX_DEBUG_KEY_REUSE=1",
-    "JAX_CHECK_TRACER_LEAKS=1",
-    "JAX_ENABLE_CHECKS=1",
-    "JAX_DEFAULT_MATMUL_PRECISION=BF16_BF16_F32",
-)
 
 
 def answers(thorough: bool = False) -> dict[str, list[list[int]]]:
@@ -75,21 +62,13 @@ def by_default(thorough: bool) -> dict[str, list[list[int]]]:
     return found
 
 
-def check(settings: str, thorough: bool) -> None:
-    environment = os.environ | dict(setting.split("=") for setting in settings.split())
+@pytest.mark.parametrize("name", tiers(SETTINGS, quick=["types and draws"]))
+def test_settings_change_no_text(name):
+    thorough = name != "types and draws"
+    environment = os.environ | dict(setting.split("=") for setting in SETTINGS[name].split())
     program = f"import json, test_numerics; print(json.dumps(test_numerics.answers({thorough})))"
     folder = Path(__file__).parent
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder.parent)])
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert json.loads(ended.stdout.splitlines()[-1]) == by_default(thorough)
-
-
-@pytest.mark.parametrize("name", tiers(TOGETHER, quick=["types and draws"]))
-def test_several_settings_at_once(name):
-    check(TOGETHER[name], thorough=name != "types and draws")
-
-
-@pytest.mark.parametrize("setting", tiers(ALONE, quick=[]))
-def test_each_setting_alone(setting):
-    check(setting, thorough=True)

@@ -120,7 +120,7 @@ class Compiler:
         config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
         drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
         plan = decoding.make_plan(drafter, platform="tpu")
-        keep = placement.StatePlacement(self.target, self.drafter)
+        keep = placement.StatePlacement.of(self.target, self.drafter)
         sharding.check_batch(case.batch, self.mesh)
 
         def init(target, drafter):
@@ -136,7 +136,7 @@ class Compiler:
         def rounds(target, drafter, state, most):
             return keep(decoding.generate(target, drafter, state, most, plan=plan))
 
-        state = keep.shapes(init, self.target, drafter)
+        state = keep.placed(jax.eval_shape(init, self.target, drafter))
         most = self.array(np.int32(0), P())
         drafter = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else self.array(np.asarray(leaf), P()), drafter
@@ -149,7 +149,7 @@ class Compiler:
         batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
         execution = model.execution
         # A verify picks, a drafter is also asked how sure it is.
-        choose = picking.argmax_and_confidence if model is self.drafter else picking.argmax
+        choose = functools.partial(picking.argmax, confidence=model is self.drafter)
 
         def run(model, cache, tokens, start, live):
             hidden, cache, _ = model.window(tokens, cache, start, live)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Int
 from failfast_jax.decoding import decode_round
 from failfast_jax.decoding.decode_state import RUNNING, DecodeState, Draft, Prompts, RoundLog, Sampling, Verified
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.picking import argmax_and_confidence
+from failfast_jax.decoding.picking import argmax
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.stopping import AtLength
 from failfast_jax.decoding.width_plan import Plan
@@ -115,7 +115,7 @@ def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capac
     state = state.replace(target=caches[0])
     if len(caches) > 1:
         state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(length)))
-    return StatePlacement(target, getattr(drafter, "model", None))(state)
+    return StatePlacement.of(target, getattr(drafter, "model", None))(state)
 
 
 def force_acceptance(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab: int) -> Verified:
@@ -194,7 +194,7 @@ def pass_program(
     def one_pass(_, carry):
         cache, tokens = carry
         hidden, cache, _ = drafter.model.window(tokens, cache, place, jnp.max(place) + width)
-        proposed, confidence = argmax_and_confidence(drafter.logits(hidden[:, front]))
+        proposed, confidence = argmax(drafter.logits(hidden[:, front]), confidence=True)
         # The proposal changes the next pass's tokens, so that no pass can be left out.
         return cache, tokens.at[:, front].set(jnp.where(confidence >= 0, proposed, tokens[:, front]))
 

@@ -1,7 +1,7 @@
 """The compiled loop: state, draft, verify, commit. Pure functions over pytrees that know no text.
 
-All of it may be called inside the caller's own `jit`. Models and drafters are pytrees too (NNX modules and
-`flax.struct` dataclasses), so they are arguments like any other:
+All of it may be called inside the caller's own `jit`. The target, which writes, and the drafter are pytrees as the
+state is (NNX modules and `flax.struct` dataclasses), so they are arguments like any other:
 
     plan = make_plan(drafter, platform=jax.default_backend())
     stops = stop_tokens(target.config.eos_token_ids, batch=len(tokens))

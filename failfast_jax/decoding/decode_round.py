@@ -50,9 +50,6 @@ def init_state(
     """Returns a state with the prompts committed and empty caches; call `prefill` next.
 
     Args:
-      target: the model that writes; its cache is allocated here.
-      drafter: the drafter; its state is allocated here.
-      prompts: at most `capacity` tokens each.
       max_new_tokens: most tokens to emit, per sequence.
       capacity: most tokens of a sequence, prompt and output; static.
       plan: result of `make_plan`; static, and the same in every later call.
@@ -99,10 +96,7 @@ def greedy_sampling(batch: int) -> Sampling:
 
 
 def stop_tokens(ids: tuple[int, ...], batch: int = 1) -> Int[np.ndarray, "B Z"]:
-    """Returns stop ids in the static shape of a state, the same for each of `batch` sequences.
-
-    Returns:
-      `[B, MAX_EOS_TOKENS]`, padded with -1.
+    """Returns stop ids in the static shape of a state, the same for each of `batch` sequences, padded with -1.
 
     Raises:
       ValueError: more than `MAX_EOS_TOKENS`.
@@ -112,6 +106,7 @@ def stop_tokens(ids: tuple[int, ...], batch: int = 1) -> Int[np.ndarray, "B Z"]:
     return np.tile(np.asarray([*ids, *[-1] * (MAX_EOS_TOKENS - len(ids))], np.int32), (batch, 1))
 
 
+@jax.named_scope("prefill")
 def prefill_chunk(
     target: Decoder,
     drafter: Drafter,
@@ -124,15 +119,10 @@ def prefill_chunk(
     """Caches prompt positions `start .. start + width - 1`; the last prompt token is left to the first round.
 
     Args:
-      target: the model that writes.
-      drafter: sees the target's features of these positions, if it reads any.
       state: from `init_state`, or from the previous chunk.
       start: first position, traced; a multiple of the drafter's `chunk_multiple`.
       width: number of positions, static; one of the plan's.
       parts: the models to run, for plans in which their widths differ.
-
-    Returns:
-      The state with longer caches; its text is as it was.
     """
     batch = state.length.shape[0]
     features = jnp.zeros((batch, width, 0, target.config.hidden_size), target.dtype)
@@ -148,50 +138,43 @@ def prefill_chunk(
 
 
 def prefill(target: Decoder, drafter: Drafter, state: DecodeState, *, prompt_tokens: int, plan: Plan) -> DecodeState:
-    """Runs all prefill chunks in one trace: caches the prompts that `init_state` committed.
+    """Runs all prefill chunks in one trace: caches the prompts that `init_state` committed, for `step` and `generate`.
 
     Args:
-      target: the model that writes.
-      drafter: the drafter; it sees the prompts, too.
-      state: fresh from `init_state`.
       prompt_tokens: tokens of the longest prompt, static.
       plan: that of the state.
-
-    Returns:
-      The state, ready for `step` and `generate`. The last token of each prompt is left to the first round.
     """
     for call in prefill_schedule(prompt_tokens, drafter, plan, state.tokens.shape[1]):
         state = prefill_chunk(target, drafter, state, jnp.int32(call.start), width=call.width, parts=call.parts)
     return state
 
 
+@jax.named_scope("draft")
 def draft(drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
     """First part of a round: returns a proposal of 0 to `drafter.max_draft` tokens per sequence, and the state."""
-    with jax.named_scope("draft"):
-        proposal, drafter_state = drafter.draft(state.drafter, state.committed)
-        return proposal, state.replace(drafter=drafter_state)
+    proposal, drafter_state = drafter.draft(state.drafter, state.committed)
+    return proposal, state.replace(drafter=drafter_state)
 
 
+@jax.named_scope("verify")
 def verify(
     target: Decoder, drafter: Drafter, state: DecodeState, proposal: Draft, *, plan: Plan
 ) -> tuple[Verified, DecodeState]:
     """Second part: returns the target's picks after the last committed token and along the draft, and the state.
 
     Args:
-      target: the model that writes.
-      drafter: says whether drafts are trees, and which of the target's layers it reads.
-      state: from `draft`.
       proposal: from `draft`, up to M tokens per sequence.
       plan: that of the state; the pass has the narrowest of its widths that holds the longest draft and a token (under
         a `constant` plan there are as many passes as it takes).
     """
     verifier = verify_tree if drafter.shape.tree else verify_chain
-    with jax.named_scope("verify"):
-        return verifier(target, drafter.shape.feature_layers, state, proposal, plan)
+    return verifier(target, drafter.shape.feature_layers, state, proposal, plan)
 
 
+@jax.named_scope("commit")
 def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
-    """Third part: appends the accepted tokens and the target's next one, logs the round, and informs the drafter.
+    """Third part: appends the accepted tokens of `proposal` and the target's next one, both from `verified`, logs the
+    round, and informs the drafter.
 
     The text is cut after a stop token and at its limit; a sequence ends as FAILED before a pick from logits that are
     not finite.
@@ -200,38 +183,34 @@ def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Veri
 
         room for 9 more   min(2 + 1, 9) = 3, the third is a stop token    emits p q t, FINISHED_EOS
         room for 2 more   min(2 + 1, 2) = 2                               emits p q, FINISHED_LENGTH
-
-    Args:
-      drafter: the drafter.
-      state: from `verify`.
-      proposal: from `draft`.
-      verified: from `verify`.
     """
-    with jax.named_scope("commit"):
-        before, running = state.committed, state.running
-        left = state.max_length - state.length
-        count, at_eos = emitted_count(verified.picks, verified.accepted, left, state.eos)
-        sound = jnp.sum(jnp.cumprod(verified.finite.astype(jnp.int32), axis=1), axis=1)
-        failed = sound < count
-        count = jnp.where(running, jnp.minimum(count, sound), 0)
-        length = state.length + count
-        finish = jnp.where(length >= state.max_length, FINISHED_LENGTH, RUNNING)
-        finish = jnp.where(at_eos, FINISHED_EOS, finish)
-        finish = jnp.where(failed, FAILED, finish)
-        texts, news = (state.tokens, state.logprobs), (verified.picks, verified.logprobs)
-        keep = _below(count, verified.picks)
-        tokens, logprobs = jax.tree.map(lambda text, new: place(text, state.length, new, keep), texts, news)
-        state = state.replace(
-            tokens=tokens,
-            logprobs=logprobs,
-            length=length,
-            finish=jnp.where(running, finish, state.finish),
-            log=_logged(state.log, running, proposal, verified, count),
-        )
-        text = gather_window(state.tokens, before.length, proposal.tokens.shape[1])
-        agreed = agreeing_prefix(proposal.tokens, jnp.minimum(proposal.length, count), text)
-        outcome = Outcome(before, state.committed, proposal, agreed, verified.features)
-        return state.replace(drafter=drafter.commit(state.drafter, outcome))
+    before, running = state.committed, state.running
+    count, finish = _ending(state, verified)
+    texts, news = (state.tokens, state.logprobs), (verified.picks, verified.logprobs)
+    keep = _below(count, verified.picks)
+    tokens, logprobs = jax.tree.map(lambda text, new: place(text, state.length, new, keep), texts, news)
+    state = state.replace(
+        tokens=tokens,
+        logprobs=logprobs,
+        length=state.length + count,
+        finish=finish,
+        log=_logged(state.log, running, proposal, verified, count),
+    )
+    text = gather_window(state.tokens, before.length, proposal.tokens.shape[1])
+    agreed = agreeing_prefix(proposal.tokens, jnp.minimum(proposal.length, count), text)
+    outcome = Outcome(before, state.committed, proposal, agreed, verified.features)
+    return state.replace(drafter=drafter.commit(state.drafter, outcome))
+
+
+def _ending(state: DecodeState, verified: Verified) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Returns the number of tokens that each sequence emits, and its `finish` after them."""
+    count, at_eos = emitted_count(verified.picks, verified.accepted, state.max_length - state.length, state.eos)
+    sound = jnp.sum(jnp.cumprod(verified.finite.astype(jnp.int32), axis=1), axis=1)
+    failed = sound < count
+    count = jnp.where(state.running, jnp.minimum(count, sound), 0)
+    finish = jnp.where(state.length + count >= state.max_length, FINISHED_LENGTH, RUNNING)
+    finish = jnp.where(at_eos, FINISHED_EOS, finish)
+    return count, jnp.where(state.running, jnp.where(failed, FAILED, finish), state.finish)
 
 
 def _below(count: Int[Array, " B"], rows: Array) -> Bool[Array, "B W"]:
@@ -252,16 +231,9 @@ def _logged(
     if tree is not None:  # the accepted path over the beginning of the draft
         drafted = jnp.where(_below(verified.accepted, drafted), verified.picks[:, :-1], drafted)
         tree = tree.replace(confidence=None)
-    entry = {
-        "tree": tree,
-        "forecast": proposal.forecast,
-        "drafted": drafted,
-        "confidence": proposal.confidence,
-        "draft_length": proposal.length,
-        "accepted": verified.accepted,
-        "emitted": emitted,
-        "passes": proposal.passes,
-    }
+    entry = {name: getattr(proposal, name) for name in ("forecast", "confidence", "passes")}
+    entry |= {"drafted": drafted, "tree": tree, "draft_length": proposal.length}
+    entry |= {"accepted": verified.accepted, "emitted": emitted}
     return log.replace(
         **{name: jax.tree.map(put, getattr(log, name), value) for name, value in entry.items()},
         rounds=log.rounds + running,
@@ -272,10 +244,7 @@ def _logged(
 
 
 def step(target: Decoder, drafter: Drafter, state: DecodeState, *, plan: Plan) -> DecodeState:
-    """One round: draft, verify, commit, with the `target`'s picks at the widths of `plan`.
-
-    Each running sequence of `state` emits 1 to `drafter.max_draft` + 1 tokens; finished ones stay as they are.
-    """
+    """One round at the widths of `plan`: each running sequence emits 1 to `drafter.max_draft` + 1 tokens."""
     proposal, state = draft(drafter, state)
     verified, state = verify(target, drafter, state, proposal, plan=plan)
     return commit(drafter, state, proposal, verified)
@@ -312,8 +281,6 @@ def generate(
     """Runs rounds until every sequence is finished, or at most `rounds` more, without the host in between.
 
     Args:
-      target: the model that writes.
-      drafter: the drafter.
       state: from `prefill` or an earlier call; it may be donated.
       rounds: most rounds of this call, traced; None: no limit.
       until_any: traced: end as soon as one of the running sequences has finished.

@@ -22,32 +22,29 @@ MAX_EOS_TOKENS = 8
 
 @flax.struct.dataclass
 class Sampling:
-    """Settings of the target's pick; per sequence, so that a batch may mix them."""
+    """Settings of the target's pick; per sequence, so that a batch may mix them. Temperature 0 is greedy."""
 
     temperature: Float[Array, " B"]
-    """0 is greedy."""
     top_k: Int[Array, " B"]
     """Keep the k best logits; 0 keeps all."""
     top_p: Float[Array, " B"]
     """Keep the smallest set of best tokens with at least this probability, after top-k; 1 keeps all."""
     seed: UInt[Array, " B"]
-    """Randomness is a function of (seed, sequence, position) only."""
     sequence: Int[Array, " B"]
-    """Index of the sequence in its request."""
+    """Index of the sequence in its request. Randomness is a function of (seed, sequence, position) only."""
 
 
 @flax.struct.dataclass
 class Prompts:
-    """A batch of prompts, and the settings of their answers."""
+    """A batch of prompts, and the `sampling` settings of their answers."""
 
     tokens: Int[Array, "B P"]
     """Token ids, padded on the right with anything."""
     length: Int[Array, " B"]
-    """Tokens of each prompt, at least 1."""
+    """At least 1."""
     eos: Int[Array, "B Z"]
     """Stop token ids of each sequence, padded with -1: see `stop_tokens`."""
     sampling: Sampling
-    """See `greedy_sampling`."""
 
 
 @flax.struct.dataclass
@@ -93,14 +90,13 @@ class Alternatives:
 
 @flax.struct.dataclass
 class Forecast:
-    """The expectations of a round that was chosen by costs."""
+    """Tokens and time that a round chosen by costs should emit and take."""
 
     tokens: Float[Array, "*B"]
-    """Tokens that the round should emit."""
     seconds: Float[Array, "*B"]
-    """Time that the batch should take for it."""
+    """Of the whole batch."""
     width: Int[Array, "*B"]
-    """Rows of its verify."""
+    """Rows of the verify."""
 
 
 @flax.struct.dataclass
@@ -112,7 +108,6 @@ class Draft:
     confidence: Float[Array, "B M"]
     """In [0, 1]; for model drafters the largest softmax probability."""
     length: Int[Array, " B"]
-    """Number of drafted tokens, 0 .. M."""
     passes: Int[Array, " B"]
     """Forward passes of the drafter that this sequence took part in."""
     q: Float[Array, "B M U"] | None = None
@@ -129,13 +124,8 @@ class Draft:
     @classmethod
     def empty(cls, batch: int, width: int) -> Draft:
         """Returns drafts without tokens, in buffers for `width` of them."""
-        zeros = jnp.zeros((batch,), jnp.int32)
-        return cls(
-            tokens=jnp.zeros((batch, width), jnp.int32),
-            confidence=jnp.zeros((batch, width)),
-            length=zeros,
-            passes=zeros,
-        )
+        tokens, none = jnp.zeros((batch, width), jnp.int32), jnp.zeros(batch, jnp.int32)
+        return cls(tokens=tokens, confidence=jnp.zeros((batch, width)), length=none, passes=none)
 
 
 @flax.struct.dataclass
@@ -187,25 +177,22 @@ class RoundLog:
     def zeros(
         cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False, forecasts: bool = False
     ) -> RoundLog:
-        """Returns a log without rounds."""
+        """Returns a log without rounds; every leaf has memory of its own, as states are donated."""
 
-        def buffer(*shape: int, dtype: Any = jnp.int32) -> Array:
-            return jnp.zeros((batch, rounds, *shape), dtype)
+        def ints(*shape: int) -> Array:
+            return jnp.zeros((batch, rounds, *shape), jnp.int32)
 
-        seconds = buffer(dtype=jnp.float32)
+        def floats(*shape: int) -> Array:
+            return jnp.zeros((batch, rounds, *shape))
+
         return cls(
-            drafted=buffer(max_draft),
-            confidence=buffer(max_draft, dtype=jnp.float32),
-            draft_length=buffer(),
-            accepted=buffer(),
-            emitted=buffer(),
-            passes=buffer(),
-            rounds=jnp.zeros(batch, jnp.int32),
-            target_passes=jnp.zeros(batch, jnp.int32),
-            drafter_passes=jnp.zeros((), jnp.int32),
-            round=jnp.zeros((), jnp.int32),
-            tree=Tree(buffer(max_draft), buffer(max_draft), buffer(), confidence=None) if trees else None,
-            forecast=Forecast(jnp.copy(seconds), seconds, buffer()) if forecasts else None,
+            drafted=ints(max_draft),
+            confidence=floats(max_draft),
+            **{name: ints() for name in ("draft_length", "accepted", "emitted", "passes")},
+            **{name: jnp.zeros(batch, jnp.int32) for name in ("rounds", "target_passes")},
+            **{name: jnp.zeros((), jnp.int32) for name in ("drafter_passes", "round")},
+            tree=Tree(ints(max_draft), ints(max_draft), ints(), confidence=None) if trees else None,
+            forecast=Forecast(floats(), floats(), ints()) if forecasts else None,
         )
 
 
@@ -214,9 +201,8 @@ class Committed:
     """The part of the state that a drafter reads."""
 
     tokens: Int[Array, "B T"]
-    """Committed ids; anything beyond `length`."""
+    """Committed ids, prompt and output; anything beyond `length`."""
     length: Int[Array, " B"]
-    """Committed tokens: prompt and output."""
     prompt_length: Int[Array, " B"]
     room: Int[Array, " B"]
     """Longest draft that still fits: capacity - length - 1, at least 0."""
@@ -247,9 +233,8 @@ class DecodeState:
     """Everything a round reads and writes. The target's cache always holds `length - 1` tokens."""
 
     tokens: Int[Array, "B T"]
-    """Committed ids; anything beyond `length`. T exceeds the capacity by the widest window."""
+    """Committed ids, prompt and output; anything beyond `length`. T exceeds the capacity by the widest window."""
     length: Int[Array, " B"]
-    """Committed tokens: prompt and output."""
     prompt_length: Int[Array, " B"]
     max_length: Int[Array, " B"]
     """Length at which the sequence stops: prompt + max_new_tokens, at most the capacity."""

@@ -69,7 +69,7 @@ class Guesses:
     def none(cls, batch: int, small_block: int) -> Guesses:
         """Returns the value before the first pass."""
         tokens = jnp.zeros((batch, small_block, RANKS), jnp.int32)
-        return cls(at=jnp.full((batch,), -1, jnp.int32), tokens=tokens, confidence=jnp.zeros((batch, small_block)))
+        return cls(jnp.full(batch, -1, jnp.int32), tokens, jnp.zeros((batch, small_block)))
 
 
 @flax.struct.dataclass
@@ -117,10 +117,6 @@ class DiffusionState:
         """Number of the next pass, made or adopted: the key of its samples."""
         return self.passes + self.block_adopted.sum(1)
 
-    def block_window(self, block: int) -> Int[Array, "B D"]:
-        """Returns the tokens of each sequence's block."""
-        return gather_window(self.text, self.at, block)
-
 
 def init_state(
     model: Decoder,
@@ -159,25 +155,11 @@ def init_state(
         sampling=prompts.sampling,
         cache=model.init_cache(batch, length),
         passes=(prompts.length >= block).astype(jnp.int32),
-        block_passes=jnp.zeros((batch, capacity // block + 1), jnp.int32),
-        block_adopted=jnp.zeros((batch, capacity // block + 1), jnp.int32),
+        **{name: jnp.zeros((batch, capacity // block + 1), jnp.int32) for name in ("block_passes", "block_adopted")},
         steps=jnp.zeros((), jnp.int32),
         end=prompts.length,
         guesses=None if states is None else Guesses.none(batch, small_block),
     )
-
-
-def released_blocks(config: ModelConfig, prompt_tokens: int, max_new_tokens: int, capacity: int) -> int:
-    """Returns the blocks that the models' own code writes, with the one at the prompt's end if it is not full.
-
-    With a token shift these are `max_new_tokens // D` and one token after the last: after a prompt of L tokens
-    `D * (max_new_tokens // D) - L % D + 1` tokens. Without it, as many as hold all of `max_new_tokens`, to the last
-    block's end. `capacity` may limit either.
-    """
-    block, before = config.block_size, prompt_tokens // config.block_size
-    if config.token_shift:
-        return max(min(max_new_tokens // block, (capacity - 1) // block - before), 0)
-    return max(min(-(-(prompt_tokens + max_new_tokens) // block), capacity // block) - before, 0)
 
 
 def blocks_to_write(
@@ -186,27 +168,29 @@ def blocks_to_write(
     """Returns the number of blocks to write, and the end of the longest output as a position.
 
     Args:
-      released: whole blocks, as `released_blocks` counts them; else exactly `max_new_tokens`, limited by `capacity`.
+      released: as many blocks as the models' own code writes, with the one at the prompt's end if it is not full. With
+        a token shift these are `max_new_tokens // D` and one token after the last, without it as many as hold all of
+        `max_new_tokens`, to the last block's end. Else exactly `max_new_tokens`. `capacity` may limit each.
     """
-    block = config.block_size
-    if released:
-        return released_blocks(config, prompt_tokens, max_new_tokens, capacity), capacity
-    limit = min(prompt_tokens + max_new_tokens, capacity)
-    return -(-limit // block) - prompt_tokens // block, limit
+    block, before = config.block_size, prompt_tokens // config.block_size
+    wanted = prompt_tokens + max_new_tokens
+    if not released:
+        return -(-min(wanted, capacity) // block) - before, min(wanted, capacity)
+    if config.token_shift:
+        return max(min(max_new_tokens // block, (capacity - 1) // block - before), 0), capacity
+    return max(min(-(-wanted // block), capacity // block) - before, 0), capacity
 
 
 def prefill_starts(prompt_tokens: int, config: ModelConfig, buffer: int) -> tuple[int, list[int]]:
     """Returns width and starts of the prefill chunks for prompts of up to `prompt_tokens` tokens, multiples of the
-    block.
-
-    A last chunk that would reach beyond the buffer begins earlier, and computes the overlap twice.
-    """
+    block. A last chunk that would reach beyond the buffer begins earlier, and computes the overlap twice."""
     block = config.block_size
     width = round_up(PREFILL_WIDTH, block)
     last, end = (buffer - width) // block * block, (prompt_tokens - int(config.token_shift)) // block * block
     return width, [min(start, last) for start in range(0, end, width)]
 
 
+@jax.named_scope("prefill")
 def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[ArrayLike, ""], *, width: int) -> DiffusionState:
     """Caches prompt positions `start .. start + width - 1`, `start` and `width` multiples of the block."""
     tokens = jax.lax.dynamic_slice_in_dim(state.text, start, width, axis=1)
@@ -222,23 +206,19 @@ def _propose(
     opens: Bool[Array, " B"],
     sampling: Sampling,
 ) -> tuple[Int[Array, "B R"], Float[Array, "B R"], Bool[Array, "B R"]]:
-    """Returns a token, its confidence and the finiteness of its logits for each position: the argmax, or a sample and
-    its filtered probability.
-
-    Args:
-      number: that of the pass: samples of a position that is not filled are drawn anew in the next one.
-      opens: rows score a next block's first token, which is the argmax at every temperature.
+    """Returns a token, its confidence and the finiteness of its logits for each position: the argmax, or a sample with
+    its filtered probability. Samples are keyed by the pass's number; a token that `opens` a block is always the argmax.
     """
 
     def greedy(logits):
-        tokens, confidence = picking.argmax_and_confidence(logits)
+        tokens, confidence = picking.argmax(logits, confidence=True)
         return tokens, confidence, jnp.isfinite(confidence)
 
     def sampled(sampling, logits, positions, number, opens):
         best, _, finite = greedy(logits)
         filtered = picking.filtered_for(logits, sampling)
         noise = picking.gumbel_noise(sampling, positions, logits.shape[-1], number)
-        tokens = jnp.where(opens, best, picking.target_argmax(filtered + noise))
+        tokens = jnp.where(opens, best, picking.argmax(filtered + noise))
         probability = jnp.take_along_axis(jax.nn.softmax(filtered, -1), tokens[..., None], -1)[..., 0]
         return tokens, probability, finite
 
@@ -259,7 +239,7 @@ def _denoise(
     scratch = state.text.shape[1] - block
 
     def run(cache, active, start, width, rows):
-        # Sequences that another kind of pass serves write their keys and values where nobody looks.
+        # Sequences that another kind of pass serves write their keys and values where nobody reads.
         start = jnp.where(active, start, scratch)
         live = jnp.max(jnp.where(active, at + block, 0))
         hidden, cache, _ = model.window(gather_window(state.text, start, width), cache, start, live)
@@ -319,9 +299,8 @@ def after_pass(
     """Returns the state after a pass: fills positions, advances past a stored block, ends the output.
 
     Args:
-      work: the pass.
       logits: those of `work.rows`, without the mask token.
-      active: sequences that it served, running ones.
+      active: sequences that the pass served, running ones.
       adopted: True if it was a draft state's, run beside another pass: see `draft_states`.
     """
     block, mask_token, shift = model.config.block_size, model.config.mask_token_id, model.config.token_shift

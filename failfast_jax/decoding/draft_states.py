@@ -35,7 +35,7 @@ from failfast_jax.decoding import diffusion_decoding
 from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.diffusion_decoding import BlockSchedule, DiffusionState, Guesses
 from failfast_jax.decoding.unmasking import BlockPass, rank
-from failfast_jax.decoding.windows import gather_rows
+from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.kernels.attention_window import RowGroups
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.transformer import Decoder
@@ -69,7 +69,10 @@ class Copies:
         """Returns the copies for the next pass, `work`."""
         batch, block = work.tokens.shape
         masked = jnp.take_along_axis(work.masked, work.inside, 1)
-        filled, token = _fillings(state.guesses, masked, graph)
+        ranks = rank(jnp.where(masked, state.guesses.confidence, -1.0))
+        choice = graph[:, ranks].transpose(1, 0, 2)  # [B, S, d]
+        filled = masked[:, None] & (choice >= 0)
+        token = jnp.take_along_axis(state.guesses.tokens[:, None], jnp.maximum(choice, 0)[..., None], 3)[..., 0]
         known = state.running & ~work.full & (state.guesses.at == state.at + work.small)
         # A pair beyond the last masked position: there is no such state.
         asked = (graph >= 0).sum(1)
@@ -81,9 +84,8 @@ class Copies:
         filled = jnp.take_along_axis(filled, place, 2) & inside
         drafts = jnp.where(filled, jnp.take_along_axis(token, place, 2), work.tokens[:, None])
         tokens = jnp.concatenate([work.tokens[:, None], drafts], 1)
-        still = jnp.concatenate([work.masked[:, None], work.masked[:, None] & ~filled], 1)
         count = len(graph) + 1
-        flat = still.reshape(-1, block)
+        flat = jnp.concatenate([work.masked[:, None], work.masked[:, None] & ~filled], 1).reshape(-1, block)
         works = work.replace(
             at=jnp.repeat(work.at, count),
             tokens=tokens.reshape(-1, block),
@@ -104,18 +106,7 @@ class Copies:
     def work(self, copy: Int[Array, " B"]) -> BlockPass:
         """Returns the pass of one copy of each sequence."""
         batch, count = self.alive.shape
-        rows = jnp.arange(batch) * count + copy
-        return jax.tree.map(lambda leaf: leaf[rows], self.works)
-
-
-def _fillings(
-    guesses: Guesses, masked: Bool[Array, "B d"], graph: Int[Array, "S d"]
-) -> tuple[Bool[Array, "B S d"], Int[Array, "B S d"]]:
-    """Returns the positions of the small block that each state fills, and their tokens."""
-    choice = graph[:, rank(jnp.where(masked, guesses.confidence, -1.0))].transpose(1, 0, 2)
-    fill = masked[:, None] & (choice >= 0)
-    token = jnp.take_along_axis(guesses.tokens[:, None], jnp.maximum(choice, 0)[..., None], 3)[..., 0]
-    return fill, token
+        return jax.tree.map(lambda leaf: leaf[jnp.arange(batch) * count + copy], self.works)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +114,10 @@ class GraphPass:
     """The window of a pass over all copies of each sequence.
 
     Attributes:
-      tokens: those of each copy, W of them. positions: absolute positions of a copy's tokens, the same for all copies.
+      tokens: those of each copy, W of them.
+      positions: absolute positions of a copy's tokens, the same for all copies.
       seen: slots of the cache that a copy sees, as `RowGroups` has them: all before the first, from the second up to
-      the
-        third, and from the fourth up to the fifth, its own place.
+        the third, and from the fourth up to the fifth, its own place.
       start: slot of the first copy's first token.
       rows: rows of each copy that score its small block (of a full one: the next block's first token).
     """
@@ -195,19 +186,14 @@ def _run(
     model: Decoder, state: DiffusionState, copies: Copies, work: BlockPass, schedule: BlockSchedule
 ) -> tuple[Float[Array, "B C d E"], KVCache]:
     """Returns hidden states that score each copy's small block (of a full one: the next block's first token)."""
-    batch, count, _ = copies.tokens.shape
-    buffer = state.text.shape[1]
-    whole_blocks = GraphPass.whole_blocks(state, copies, schedule)
+    buffer, passes = state.text.shape[1], GraphPass.whole_blocks(state, copies, schedule)
     if not schedule.block_cache:
-        return whole_blocks.run(model, state.cache, state.running, buffer)
+        return passes.run(model, state.cache, state.running, buffer)
     # The passes of a sequence are all over its small block if that of the block itself is.
     narrow = copies.partial[:, 0]
-    whole = state.running & ~narrow
-    nothing = jnp.zeros((batch, count, work.small_block, model.config.hidden_size), model.dtype)
-    hidden, cache = when(
-        whole.any(), lambda carry: whole_blocks.run(model, carry[1], whole, buffer), (nothing, state.cache)
-    )
-    small_blocks = GraphPass.small_blocks(state, copies, work)
+    whole, small_blocks = state.running & ~narrow, GraphPass.small_blocks(state, copies, work)
+    nothing = jnp.zeros((*passes.rows.shape, model.config.hidden_size), model.dtype)
+    hidden, cache = when(whole.any(), lambda carry: passes.run(model, carry[1], whole, buffer), (nothing, state.cache))
     other, cache = when(narrow.any(), lambda carry: small_blocks.run(model, carry[1], narrow, buffer), (nothing, cache))
     return jnp.where(narrow[:, None, None, None], other, hidden), cache
 
@@ -271,7 +257,8 @@ def _follow(
         work = copies.work(copy)
         picked = _picked(logits, copy)
         state = diffusion_decoding.after_pass(model, state, work, picked, threshold, active=active, adopted=index > 0)
-        same = (copies.tokens == state.block_window(copies.tokens.shape[2])[:, None]).all(2) & copies.alive
+        block = gather_window(state.text, state.at, copies.tokens.shape[2])
+        same = (copies.tokens == block[:, None]).all(2) & copies.alive
         # A partial pass saw the block's own cache, so only partial passes may follow one.
         same &= jnp.where(copies.partial[:, :1], copies.partial, ~copies.partial | (source == 0)[:, None])
         adopts = active & same.any(1) & state.running & (state.at == begun)

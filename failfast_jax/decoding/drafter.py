@@ -41,11 +41,10 @@ class DraftShape:
 
 @flax.struct.dataclass
 class Drafter:
-    """A drafting method: static settings, its model's weights (if any) as pytree leaves, no state.
+    """A drafting method: static settings and its model's weights. The base class proposes nothing (method `vanilla`).
 
-    All methods are pure and traceable; what changes from round to round is the drafter state that
-    `init` makes and the others thread through. The base class is the drafter that proposes nothing
-    (method `vanilla`).
+    All methods are pure and traceable; what changes from round to round is the state that `init` makes and the others
+    thread through.
     """
 
     @property
@@ -68,12 +67,12 @@ class Drafter:
         return self
 
     def refilled(self) -> Drafter:
-        """Returns a copy for batches whose finished rows are filled again: the tokens of all rows count then, and not
+        """Returns a copy for batches whose finished rows are filled again: the tokens of all rows count then, not
         those of the slowest row. Default: self."""
         return self
 
     def init(self, batch: int, capacity: int) -> Any:
-        """Drafter state for `batch` empty sequences; `capacity` positions include `window`."""
+        """Returns the state for `batch` empty sequences; `capacity` positions include `window`."""
         del batch, capacity
         return ()
 
@@ -85,18 +84,12 @@ class Drafter:
         width: int,
         features: Float[Array, "B W F E"],
     ) -> Any:
-        """Consumes prompt positions `start .. start + width - 1` (beyond a prompt's end: padding).
+        """Returns the state after positions `start .. start + width - 1` of the `committed` prompts; padding ends them.
 
         Args:
-          state: of `init`, or of the chunk before.
-          committed: the prompts, `[B, T]`.
-          start: a multiple of `chunk_multiple`, traced.
-          width: static.
-          features: the target's residual stream at the same positions, of the F layers `feature_layers`; final where
+          start: a multiple of `chunk_multiple`, traced; `width` is static.
+          features: the target's residual stream at these positions, of the F layers `feature_layers`; final where
             `position < length - 1`.
-
-        Returns:
-          The state after these positions.
         """
         del committed, start, width, features
         return state
@@ -108,23 +101,11 @@ class Drafter:
         return committed.length - 1
 
     def draft(self, state: Any, committed: Committed) -> tuple[Draft, Any]:
-        """Proposes tokens for positions `length ...` of every running sequence.
-
-        Args:
-          state: of `prefill` or `commit`.
-          committed: the text so far, and how long a draft still fits (`committed.room`).
-
-        Returns:
-          Drafts of 0 to `shape.longest` tokens, and the state.
-        """
+        """Returns drafts of 0 to `shape.longest` tokens for positions `length ...` of every running sequence, and the
+        state; longer ones than `committed.room` do not fit."""
         return Draft.empty(committed.length.shape[0], 0), state
 
     def commit(self, state: Any, outcome: Outcome) -> Any:
-        """Updates the state after a round.
-
-        Args:
-          state: of `draft`.
-          outcome: the text before and after, the draft, and how much of it was accepted.
-        """
+        """Returns the state after a round with this `outcome`: texts, draft, and how much of it was accepted."""
         del outcome
         return state

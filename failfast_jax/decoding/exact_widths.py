@@ -1,10 +1,11 @@
-"""Does a row of a pass depend on the pass's width? Decides which widths may serve under `exact`."""
+"""Widths that may serve under `exact`: those whose rows have the same bits."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 
 import jax
@@ -40,12 +41,15 @@ some values or on some machine, even where those that were tried agree."""
 
 @numerics.defaults()
 def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: int = 1, seed: int = 0) -> set[int]:
-    """The widths whose rows are bit-identical to those of passes of `REFERENCE_WIDTH` rows.
+    """Returns the widths whose rows are bit-identical to those of passes of `REFERENCE_WIDTH` rows.
 
     Two things must hold of the pass of a width, from embedding to logits. All its sums are those of the CPU's kernels,
     each of which adds up a row in an order of its own (beyond `cpu_product.MAX_WIDTH` rows, and on machines without
     these kernels, some are XLA's). And its logits, keys and values have the reference's bits where it is run: the
     first layer and the head, over random tokens at both ends of a cache.
+
+    Example, for widths 8 and 72: the reference runs rows 0..63 and 64..127; 8 runs rows 0..7 and 120..127, 72 runs rows
+    0..71 and 56..127, over the reference's cache.
     """
     shallow = first_layer_of(model)
 
@@ -55,43 +59,38 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
         return model.logits_of(hidden), cache
 
     cache = jax.jit(functools.partial(shallow.init_cache, batch, _capacity(model, widths)))()
-    lowered = {}
+    runs = {}
     for width in {REFERENCE_WIDTH, *widths}:
-        lowered[width] = window.lower(shallow, cache, np.zeros((batch, width), np.int32), np.zeros(batch, np.int32))
-        if any(operation in lowered[width].as_text() for operation in XLA_SUMS):
-            del lowered[width]
-    if REFERENCE_WIDTH not in lowered:
+        lowered = window.lower(shallow, cache, np.zeros((batch, width), np.int32), np.zeros(batch, np.int32))
+        if not any(operation in lowered.as_text() for operation in XLA_SUMS):
+            runs[width] = lowered
+    if REFERENCE_WIDTH not in runs:
         return set()
-    runs = {width: pass_.compile() for width, pass_ in lowered.items()}
+    runs = {width: lowered.compile() for width, lowered in runs.items()}
     length = round_up(max(runs), REFERENCE_WIDTH)
     tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, length)).astype(np.int32)
 
-    def run(width: int, begin: int, at: int, cache: KVCache) -> tuple[np.ndarray, KVCache]:
-        """A pass over the tokens from `begin` on, which stand at `at + begin`."""
+    def run(width: int, begin: int, place: int, cache: KVCache) -> tuple[np.ndarray, KVCache]:
+        """Runs the tokens from `begin` on, of a text that stands at `place`."""
         part = tokens[:, begin : begin + width]
-        logits, cache = runs[width](shallow, cache, part, np.full(batch, at + begin, np.int32))
+        logits, cache = runs[width](shallow, cache, part, np.full(batch, place + begin, np.int32))
         return _on_host(logits), cache
 
-    places = (0, cache.capacity - length)
-    expected = []
-    for at in places:
-        parts = []
+    expected = {0: [], cache.capacity - length: []}
+    for place, parts in expected.items():
         for begin in range(0, length, REFERENCE_WIDTH):
-            logits, cache = run(REFERENCE_WIDTH, begin, at, cache)
+            logits, cache = run(REFERENCE_WIDTH, begin, place, cache)
             parts.append(logits)
-        expected.append(np.concatenate(parts, axis=1))
+    expected = {place: np.concatenate(parts, axis=1) for place, parts in expected.items()}
 
-    def agrees(width: int) -> bool:
-        for at, logits in zip(places, expected):
-            for begin in {0, length - width}:
-                found, written = run(width, begin, at, cache)
-                same = _same_bits(found, logits[:, begin : begin + width])
-                pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
-                if not (same and all(_same_bits(_on_host(one), _on_host(other)) for one, other in pairs)):
-                    return False
-        return True
+    def agrees(width: int, place: int, begin: int) -> bool:
+        logits, written = run(width, begin, place, cache)
+        reference = expected[place][:, begin : begin + width]
+        pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
+        return _same_bits(logits, reference) and all(_same_bits(_on_host(a), _on_host(b)) for a, b in pairs)
 
-    return {width for width in widths if width in runs and agrees(width)}
+    cases = {width: itertools.product(expected, {0, length - width}) for width in widths if width in runs}
+    return {width for width, places in cases.items() if all(agrees(width, *case) for case in places)}
 
 
 def _capacity(model: Decoder, widths: tuple[int, ...]) -> int:

@@ -114,16 +114,12 @@ class Grow(Drafter):
         return 0 if self.sampled or self.alternatives else longest
 
     def look(self, state: Any, committed: Committed, growth: Growth) -> tuple[Chunk, Any]:
-        """Makes one forward pass of the drafter's model over the batch.
-
-        It may draft a whole chunk or, as an autoregressive model does, a part of it.
+        """Makes one forward pass of the drafter's model over the batch. Returns the tokens that it adds to the drafts,
+        a chunk or a part of one, and the new `growth.model`.
 
         Args:
           state: the drafter's, before the first pass.
-          growth: the drafts so far, and in `growth.model` what the passes change (`carried`).
-
-        Returns:
-          What the pass adds to the drafts that grow, and the new `growth.model`.
+          growth: the drafts so far, and in `growth.model` the part of the state that passes change (`carried`).
         """
         raise NotImplementedError
 
@@ -148,13 +144,10 @@ class Grow(Drafter):
     #   newest             2            6    first token of the chunk that the rule looks at
     # A source of 4 tokens per pass drafts 6, then 10. With longest 9 the second chunk is whole at 9.
     def draft(self, state: Any, committed: Committed, begun: Draft | None = None) -> tuple[Draft, Any]:
-        """See `Drafter.draft`.
-
-        Args:
-          begun: tokens of another source that the drafts begin with, at most `shape.max_prefix`.
+        """See `Drafter.draft`. The drafts go on from `begun`: tokens of another source.
 
         Raises:
-          ValueError: `begun` may be longer.
+          ValueError: `begun` may be longer than `shape.max_prefix`.
         """
         batch, longest, most = committed.length.shape[0], self.shape.longest, self.shape.max_prefix
         begun = Draft.empty(batch, 0) if begun is None else begun

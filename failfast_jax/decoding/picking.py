@@ -1,9 +1,8 @@
 """The target's own token at each position, and which drafted tokens agree with it: pure functions.
 
-Two rules decide what a draft is worth. By the first (`pick`) the target picks a token at every position, and a drafted
-token is kept if it is the same. By the second (`pick_or_reject`) a drafted token that was sampled from `q` is kept with
-probability `min(1, p / q)`. Both give text of the target's distribution; the first also gives the same text whatever
-was drafted.
+Two rules accept drafts. By the first (`pick`) the target picks a token at every position, and a drafted token is kept
+if it is the same. By the second (`pick_or_reject`) a drafted token that was sampled from `q` is kept with probability
+`min(1, p / q)`. Both give text of the target's distribution; the first also gives the same text whatever was drafted.
 """
 
 from __future__ import annotations
@@ -24,30 +23,28 @@ DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
 
 
-def argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """Index of the largest logit, the lowest one on ties; the last one where a logit is NaN."""
-    return jnp.minimum(target_argmax(logits), logits.shape[-1] - 1)
+def argmax(logits: Float[Array, "*R V"], confidence: bool = False) -> Any:
+    """Returns the index of the largest logit, the lowest one on ties; the last one where a logit is NaN.
+
+    Args:
+      confidence: static: return a pair, with the index's softmax probability (no other one is stored); NaN where it is
+        not finite.
+    """
+    best = jnp.minimum(_target_argmax(logits), logits.shape[-1] - 1)
+    return (best, 1.0 / jnp.sum(jnp.exp(logits - logits.max(-1, keepdims=True)), -1)) if confidence else best
 
 
-def target_argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+def _target_argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
     """As `argmax`; V, which is no token, where a logit is NaN: the round ends the sequence there."""
     # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
     best, ids = logits.max(-1, keepdims=True), jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return jnp.where(logits == best, ids, logits.shape[-1]).min(-1)
 
 
-def argmax_and_confidence(logits: Float[Array, "*R V"]) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
-    """Best token and its softmax probability, which is not stored for any other; NaN where it is not finite."""
-    return argmax(logits), 1.0 / jnp.sum(jnp.exp(logits - logits.max(-1, keepdims=True)), -1)
-
-
 def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> Float[Array, "*R V"]:
     """Sets the mask token's logit, and those of ids that the target lacks (`>= vocab`), to -inf."""
     ids = jnp.arange(logits.shape[-1])
-    allowed = ids < vocab
-    if mask_token is not None:
-        allowed &= ids != mask_token
-    return jnp.where(allowed, logits, -jnp.inf)
+    return jnp.where((ids < vocab) & (ids != (-1 if mask_token is None else mask_token)), logits, -jnp.inf)
 
 
 def _largest(value_bits: int, holds, shape) -> UInt[Array, "*R"]:
@@ -68,10 +65,10 @@ def filtered_logits(
 ) -> Float[Array, "*R V"]:
     """Logits of the tempered distribution, -inf outside top-k and then top-p (Hugging Face's order).
 
-    Thresholds are found by bisection over the floats' bit patterns instead of a sort of the
-    vocabulary: exact, except that all tokens tied with the last kept one are kept. Where a single token
-    is enough (top_k 1, or a small top_p) it is the first of the best, as in greedy decoding. Only filters
-    that some row asks for are computed.
+    Thresholds are found by bisection over the floats' bit patterns, not by a sort: exact, except that all tokens tied
+    with the last kept one are kept. Where a single token is enough (top_k 1, or a small top_p) it is the first of the
+    best, as in greedy decoding. Only filters that some row asks for are computed. Example: probabilities .5 .3 .2 with
+    top_p 0.7 keep two tokens: the threshold is .3, the largest at which the kept ones sum to 0.7.
     """
     # Before the temperature, which keeps the order: a large one makes different logits equal.
     logits = jax.lax.cond(jnp.any(top_k > 0), _best, lambda x, _: x, logits, top_k)
@@ -81,7 +78,6 @@ def filtered_logits(
 
 
 def _first(kept: Bool[Array, "*R V"]) -> Bool[Array, "*R V"]:
-    """The first of the kept tokens alone."""
     ids = jnp.arange(kept.shape[-1])
     return ids == jnp.min(jnp.where(kept, ids, kept.shape[-1]), -1, keepdims=True)
 
@@ -121,11 +117,8 @@ def _nucleus(
 
 def filtered_for(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
     """`filtered_logits` with each sequence's settings."""
-
-    def spread(x):
-        return jnp.broadcast_to(x[:, None], logits.shape[:2])
-
-    return filtered_logits(logits, spread(sampling.temperature), spread(sampling.top_k), spread(sampling.top_p))
+    settings = (sampling.temperature, sampling.top_k, sampling.top_p)
+    return filtered_logits(logits, *(jnp.broadcast_to(x[:, None], logits.shape[:2]) for x in settings))
 
 
 def _draw(
@@ -135,13 +128,13 @@ def _draw(
     stream: int | Int[Array, "B W"] | None = None,
 ) -> Float[Array, "B W ..."]:
     """`sample(key)` for each position, with a key made from (seed, sequence, position) and the stream."""
-    streams = jnp.zeros_like(positions) if stream is None else jnp.broadcast_to(stream, positions.shape)
+    streams = jnp.broadcast_to(0 if stream is None else stream, positions.shape)
 
-    def one(seed, sequence, position, number):
+    def draw(seed, sequence, position, number):
         key = jax.random.fold_in(jax.random.fold_in(numerics.random_key(seed), sequence), position)
         return sample(key if stream is None else jax.random.fold_in(key, number))
 
-    per_row = jax.vmap(one, in_axes=(None, None, 0, 0))
+    per_row = jax.vmap(draw, in_axes=(None, None, 0, 0))
     with numerics.fixed_draws():
         return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions, streams)
 
@@ -169,14 +162,14 @@ def where_sampled(sampled: Callable, greedy: Callable, sampling: Sampling, execu
     """
     columns, alone = execution.rows_spec(arrays[0].shape[1]), len(arrays[0]) == 1
 
-    def one(given):
-        sampling, *arrays = jax.tree.map(lambda x: x[None], given)
+    def of_sequence(values):
+        sampling, *arrays = jax.tree.map(lambda x: x[None], values)
         chosen = jax.lax.cond(sampling.temperature[0] > 0, sampled, lambda _, x, *rest: greedy(x), sampling, *arrays)
         return jax.tree.map(lambda x: x[0], chosen)
 
     def local(sampling, *arrays):
         # One sequence after another: noise for a whole vocabulary is dear, and only some may need it.
-        return sampled(sampling, *arrays) if alone else jax.lax.map(one, (sampling, *arrays))
+        return sampled(sampling, *arrays) if alone else jax.lax.map(of_sequence, (sampling, *arrays))
 
     places = (P(execution.batch), *[columns] * len(arrays))
     local = execution.per_device(local, places, columns)
@@ -192,16 +185,13 @@ def pick(
 ) -> Int[Array, "B W"]:
     """The target's own token for each position (Gumbel-max; argmax at temperature 0), or V where logits are NaN.
 
-    Args:
-      logits: float32 logits that score `positions`.
-      positions: absolute position of the token being picked.
-      execution: of the model that the logits are of.
+    `logits` are the target's, in float32, and score the absolute `positions`; `execution` is that of their model.
     """
 
     def sampled(sampling, logits, positions):
-        return target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
+        return _target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
 
-    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions)
+    return where_sampled(sampled, _target_argmax, sampling, execution, logits, positions)
 
 
 def sample_draft(
@@ -242,12 +232,13 @@ def pick_or_reject(
     `p` is the target's tempered, filtered distribution. A rejected token is never its own replacement, so the draft is
     accepted as far as it equals what comes back (`agreeing_prefix`). At temperature 0 the result is the argmax.
 
+    Example: p = .6 .4, q = .9 .1, and token 0 drafted: it is kept with probability 2/3; else max(p - q, 0) = 0 .3 gives
+    token 1. In all, token 0 comes with .9 x 2/3 = .6.
+
     Args:
-      logits: the target's float32 logits that score `positions`.
-      draft: the drafted token for each position.
+      draft: the drafted token for each position, where `drafted`.
       q: the distribution that it was drawn from, given everything drafted before it; U may differ from V, where ids
         that only one model has are never drafted.
-      drafted: whether there is one.
     """
     vocab = logits.shape[-1]
     q = jnp.pad(q[..., :vocab], ((0, 0), (0, 0), (0, max(vocab - q.shape[-1], 0))))
@@ -262,10 +253,10 @@ def pick_or_reject(
         rest = jnp.maximum(p - q, 0.0)
         # Where p and q are equal up to rounding nothing may be left to sample from.
         rest = jnp.where(drafted[..., None] & (rest > 0).any(-1, keepdims=True), rest, p)
-        own = target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
+        own = _target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
         return jnp.where(keep, draft, own)
 
-    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions, draft, q, drafted)
+    return where_sampled(sampled, _target_argmax, sampling, execution, logits, positions, draft, q, drafted)
 
 
 def logprobs_of(
@@ -278,7 +269,7 @@ def logprobs_of(
 
     def local(logits: Array, picks: Array) -> Logprobs:
         # Not `logsumexp`: on CPU XLA rounds its sum by the number of rows, and the kernel sums each row by itself.
-        first, share = argmax_and_confidence(logits)
+        first, share = argmax(logits, confidence=True)
 
         def logit_of(tokens: Array) -> Array:
             return jnp.take_along_axis(logits, tokens[..., None], axis=-1)
@@ -297,8 +288,7 @@ def agreeing_prefix(
     draft: Int[Array, "B M"], draft_length: Int[Array, " B"], picks: Int[Array, "B M1"]
 ) -> Int[Array, " B"]:
     """Number of leading drafted tokens that equal the target's own picks."""
-    columns = jnp.arange(draft.shape[1])
-    agrees = (draft == picks[:, : draft.shape[1]]) & (columns < draft_length[:, None])
+    agrees = (draft == picks[:, : draft.shape[1]]) & (jnp.arange(draft.shape[1]) < draft_length[:, None])
     return jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
 
 
@@ -310,13 +300,9 @@ def is_stop(tokens: Int[Array, "B N"], eos: Int[Array, "B Z"]) -> Bool[Array, "B
 def emitted_count(
     picks: Int[Array, "B M1"], accepted: Int[Array, " B"], left: Int[Array, " B"], eos: Int[Array, "B Z"]
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Tokens of `picks` that are emitted: `accepted + 1`, cut after the first EOS and at `left`.
-
-    Returns:
-      The count, and whether the last emitted token is an EOS.
-    """
+    """Returns the number of emitted picks, `accepted + 1`, cut after the first stop token and at `left`; and true where
+    the last of them is a stop token."""
     count = jnp.minimum(accepted + 1, left)
     inside = is_stop(picks, eos) & (jnp.arange(picks.shape[1]) < count[:, None])
-    first = jnp.argmax(inside, axis=1)
     stopped = inside.any(1)
-    return jnp.where(stopped, first + 1, count), stopped
+    return jnp.where(stopped, jnp.argmax(inside, axis=1) + 1, count), stopped

@@ -1,8 +1,8 @@
-"""Over which devices the parts of a decoding state are spread."""
+"""Devices over which the parts of a decoding state are spread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,45 +16,45 @@ from failfast_jax.models.sharding import Execution
 from failfast_jax.models.transformer import Decoder
 
 
+@dataclasses.dataclass(frozen=True)
 class StatePlacement:
-    """Where the leaves of a decoding state lie: caches like their model's heads, everything else like the batch.
+    """Devices of a decoding state's leaves: caches lie as their model's heads do, everything else as the batch.
 
     Called with a state inside a jit, it tells XLA so; and no type stays weak, as programs are told apart by that, too.
+
+    Attributes:
+      target: the target's execution.
+      drafter: that of the drafter's model, if it has one.
     """
 
-    def __init__(self, target: Decoder, drafter: DrafterModel | None = None):
-        self._target = target.execution
-        self._drafter = drafter.execution if drafter is not None else None
+    target: Execution
+    drafter: Execution | None = None
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StatePlacement) and self.__dict__ == other.__dict__
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.__dict__.items()))
+    @classmethod
+    def of(cls, target: Decoder, drafter: DrafterModel | None = None) -> StatePlacement:
+        """Returns the placement of states of these models."""
+        return cls(target.execution, None if drafter is None else drafter.execution)
 
     def shardings(self, state: Any) -> Any:
-        """A `NamedSharding` for each leaf."""
+        """Returns a `NamedSharding` for each leaf."""
         batch = state.prompt_length.shape[0]
-        found = _state_shardings(state, self._target, batch)
-        if self._drafter is not None:
-            found = found.replace(drafter=_state_shardings(state.drafter, self._drafter, batch))
-        return found
+        places = _state_shardings(state, self.target, batch)
+        if self.drafter is not None:
+            places = places.replace(drafter=_state_shardings(state.drafter, self.drafter, batch))
+        return places
 
     def __call__(self, state: Any) -> Any:
         state = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), state)
-        if self._target.mesh is None:
-            return state
-        return jax.lax.with_sharding_constraint(state, self.shardings(state))
+        return state if self.target.mesh is None else jax.lax.with_sharding_constraint(state, self.shardings(state))
 
-    def shapes(self, function: Callable, *args: Any) -> Any:
-        """The abstract result of a function that makes a state."""
-        state = jax.eval_shape(function, *args)
-        if self._target.mesh is None:
-            return state
+    def placed(self, shapes: Any) -> Any:
+        """Returns a state of shapes with their places, if they are spread."""
+        if self.target.mesh is None:
+            return shapes
         return jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            state,
-            self.shardings(state),
+            shapes,
+            self.shardings(shapes),
         )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.decode_state import Alternatives, Sampling
-from failfast_jax.decoding.picking import argmax, argmax_and_confidence, sample_draft
+from failfast_jax.decoding.picking import argmax, sample_draft
 from failfast_jax.models.sharding import Execution
 
 Extras = dict[str, Any]
@@ -31,10 +31,7 @@ def propose(
     The confidence is that of the best token even where another one was drawn: what a draft's length depends on must
     not depend on the draw. It is None where it is not asked for (`confidence`); then no softmax is computed.
     """
-    if confidence:
-        tokens, share = argmax_and_confidence(logits)
-    else:
-        tokens, share = argmax(logits), None
+    tokens, share = argmax(logits, confidence=True) if confidence else (argmax(logits), None)
     extras: Extras = {}
     if sampled:
         tokens, extras["q"] = sample_draft(logits, positions, sampling, execution)

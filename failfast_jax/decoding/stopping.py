@@ -42,16 +42,12 @@ class StopRule:
     Pure and traceable; fields are settings, and may be traced, too."""
 
     def init(self, batch: int) -> Any:
-        """The memory before the first round: a pytree of arrays whose first axis is the batch; here none."""
+        """Returns the memory before the first round: a pytree of arrays whose first axis is the batch; here none."""
         del batch
         return ()
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
         """Returns true where the draft ends with its newest chunk. (It also ends where no further chunk fits.)
-
-        Args:
-          draft: of all B sequences; the answer for a draft that has ended is ignored.
-          memory: of `init` and `learn`.
 
         Raises:
           NotImplementedError: a rule must define it.
@@ -59,13 +55,7 @@ class StopRule:
         raise NotImplementedError
 
     def learn(self, memory: Any, outcome: Outcome) -> Any:
-        """The memory after a round.
-
-        Args:
-          memory: before it.
-          outcome: what became of the draft: `outcome.draft.length` tokens, of which `outcome.agreed` (both `[B]`) are
-            now text.
-        """
+        """Returns the memory after a round, in which `outcome.agreed` of `outcome.draft.length` tokens became text."""
         del outcome
         return memory
 
@@ -93,7 +83,6 @@ class AtLength(StopRule):
     """Stop at a length, whatever the confidences."""
 
     length: Int[ArrayLike, ""]
-    """Tokens."""
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
         return draft.drafted >= self.length

@@ -40,10 +40,7 @@ def _parents(tree: Tree, width: int) -> Int[Array, "B W"]:
 
 def mask_of(tree: Tree, width: int, longest: int | None = None) -> TreeMask:
     """Returns the mask of a window of `width` slots, with the last committed token in slot 0; padding sees itself.
-
-    Args:
-      longest: most nodes of a path, if known.
-    """
+    A path has at most `longest` nodes, if known."""
     slots = jnp.arange(width)
     node = (slots > 0) & (slots <= tree.size[:, None])
     parent = (slots == _parents(tree, width)[..., None]) & node[..., None]

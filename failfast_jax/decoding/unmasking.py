@@ -76,16 +76,11 @@ class BlockPass:
         mask_token: int,
         token_shift: bool,
     ) -> BlockPass:
-        """Returns the pass over the blocks at `at`; mask tokens before position `first` are text.
-
-        Args:
-          token_shift: see `ModelConfig.token_shift`.
-        """
+        """Returns the pass over the blocks at `at`; mask tokens before position `first` are text."""
         tokens = gather_window(text, at, block)
         masked = (tokens == mask_token) & (at[:, None] + jnp.arange(block) >= first[:, None])
         small = jnp.argmax(masked, 1) // small_block * small_block
-        static = {"small_block": small_block, "token_shift": token_shift}
-        return cls(at=at, tokens=tokens, masked=masked, small=small, **static)
+        return cls(at, tokens, masked, small, small_block=small_block, token_shift=token_shift)
 
     @property
     def full(self) -> Bool[Array, " B"]:
@@ -115,15 +110,11 @@ class BlockPass:
         threshold: Float[ArrayLike, ""],
         opens_next: Bool[ArrayLike, "*B"] = True,
     ) -> tuple[Int[Array, "B T"], Bool[Array, "B d"], Bool[Array, "B d"]]:
-        """Writes the tokens that a pass proposes.
+        """Returns the text with the tokens that a pass proposes to `active` sequences, the positions of the small block
+        that were masked (and denoised), and those of them that were filled (see `to_fill`).
 
         Args:
-          active: sequences that the pass serves.
-          threshold: see `to_fill`.
           opens_next: True to write the next block's first token after storing, if the model shifts tokens.
-
-        Returns:
-          The text, which positions of the small block were masked (and denoised), and which of them were filled.
         """
         block = self.masked.shape[1]
         if self.token_shift:

@@ -1,7 +1,4 @@
-"""The target's picks along a draft: one pass over the last committed token and everything drafted.
-
-Chains of tokens are verified by `verify_chain`, trees by `verify_tree`; `Drafter.drafts_trees` decides.
-"""
+"""The target's picks along a chain or a tree: one pass over the last committed token and everything drafted."""
 
 from __future__ import annotations
 
@@ -47,11 +44,9 @@ class _Verification:
 
     @property
     def last(self) -> Int[Array, "B 1"]:
-        """The last committed token of each sequence."""
         return jnp.take_along_axis(self.state.tokens, self.state.length[:, None] - 1, axis=1)
 
     def empty(self, rows: int) -> _Rows:
-        """Returns buffers for `rows` rows."""
         batch, kept, target = self.state.length.shape[0], self.state.logprobs, self.target
         layers = len(self.feature_layers)
         return _Rows(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import DraftShape
-from failfast_jax.decoding.picking import argmax_and_confidence, is_stop
+from failfast_jax.decoding.picking import argmax, is_stop
 from failfast_jax.decoding.stopping import DraftSoFar, StopRule
 from failfast_jax.decoding.unmasking import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
@@ -146,7 +146,7 @@ class Aligned(BlockDrafter):
         )
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
-        scores = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)))
+        scores = argmax(self.logits(gather_rows(hidden, block.rows)), confidence=True)
         return carry.replace(state=carry.state.replace(cache=cache)), _Guess(block, *scores)
 
     def _unmask(self, carry: _Filling, guess: _Guess, committed: Committed) -> tuple[_Filling, Bool[Array, "B d"]]:

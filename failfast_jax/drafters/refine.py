@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.picking import argmax_and_confidence
+from failfast_jax.decoding.picking import argmax
 from failfast_jax.decoding.unmasking import to_fill
 from failfast_jax.decoding.windows import place
 from failfast_jax.drafters.block_diffusion import BlockDrafter
@@ -101,7 +101,7 @@ class BlockRefine(Refine, BlockDrafter):
         # The row that predicts the first token may end a block, which the next pass has to see again.
         again = jnp.minimum(model.cached, self.whole_blocks(length))
         model = model.replace(cached=jnp.where(draft.passes + 1 < self.steps, again, model.cached))
-        return *argmax_and_confidence(logits), model
+        return *argmax(logits, confidence=True), model
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -124,6 +124,6 @@ class FeatureRefine(Refine, FeatureDrafter):
         block = jnp.full_like(start, config.block_size)
         hidden, cache = network.block(inputs, draft.model.cache, start, block, live)
         drafting = hidden[:, config.own_row : config.own_row + self.spec_len]
-        ids, confidence = argmax_and_confidence(self.model.logits(drafting))
+        ids, confidence = argmax(self.model.logits(drafting), confidence=True)
         ids = ids if self.model.draft_ids is None else self.model.draft_ids[ids]
         return ids, confidence, draft.model.replace(cache=cache)

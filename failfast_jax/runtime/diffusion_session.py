@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import numpy as np
 
 from failfast_jax.decoding import diffusion_decoding, draft_states
@@ -13,7 +12,7 @@ from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.errors import PromptError
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Round, RowLog
-from failfast_jax.runtime.session import Session, SessionShape
+from failfast_jax.runtime.session import Session, SessionPrograms, SessionShape
 from failfast_jax.util.compilation import Executables
 
 
@@ -27,7 +26,7 @@ class DiffusionSession(Session):
       schedule: static settings of the passes.
     """
 
-    stream_rounds = 8
+    stream_rounds, unit = 8, "passes"
 
     def __init__(
         self,
@@ -44,34 +43,28 @@ class DiffusionSession(Session):
         self.config, self.block, self.released_length = model.config, model.config.block_size, released_length
         self.threshold, self.small_block = np.float32(threshold), schedule.small_block
         self.graph = None if graph is None else draft_states.padded(graph, self.block)
-        states = None if graph is None else len(self.graph)
-        start = functools.partial(_start_diffusion, states=states, small_block=self.small_block)
-        advance = functools.partial(_advance_diffusion, schedule=schedule)
-        super().__init__(executables, placement, (model,), shape, start, advance)
+        static = {"states": None if graph is None else len(self.graph), "small_block": schedule.small_block}
+        programs = SessionPrograms(
+            start=functools.partial(diffusion_decoding.init_state, capacity=shape.capacity, **static),
+            prefill=diffusion_decoding.prefill_chunk,
+            advance=functools.partial(advance, schedule=schedule),
+        )
+        super().__init__(executables, placement, (model,), shape, programs)
 
     def _inputs(self, requests):
-        blocks, limits = zip(
-            *(
-                diffusion_decoding.blocks_to_write(
-                    self.config,
-                    len(request.prompt),
-                    request.max_new_tokens,
-                    self.capacity,
-                    released=self.released_length,
-                )
-                for request in requests
-            )
+        count = functools.partial(
+            diffusion_decoding.blocks_to_write, self.config, capacity=self.capacity, released=self.released_length
         )
+        blocks, limits = zip(*(count(len(request.prompt), request.max_new_tokens) for request in requests))
         if not all(blocks):
             raise PromptError(f"no whole block of {self.block} fits after the prompt within {self.capacity} tokens")
-        counts = {"max_blocks": np.asarray(blocks, np.int32), "limit": np.asarray(limits, np.int32)}
-        return {"prompts": self._prompts(requests), **counts}
+        return self._prompts(requests), np.asarray(blocks, np.int32), np.asarray(limits, np.int32)
 
     def _chunks(self, prompt_tokens, begin=0):
         if begin:
             raise ValueError(f"a prefill from position {begin} on: a block-diffusion model begins at 0")
         width, starts = diffusion_decoding.prefill_starts(prompt_tokens, self.config, self.shapes.text.shape[1])
-        return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
+        return [(at, {"width": width}) for at in starts]
 
     def _loop_args(self, state, most, until_any):
         return *self.models, state, self.threshold, self.graph, np.int32(most), np.bool_(until_any)
@@ -100,18 +93,7 @@ class DiffusionSession(Session):
         return RowLog(blocks, 0, sum(entry.passes for entry in blocks) + prefill)
 
 
-def _start_diffusion(model, inputs, *, capacity, placement, states, small_block):
-    return placement(
-        diffusion_decoding.init_state(model, capacity=capacity, states=states, small_block=small_block, **inputs)
-    )
-
-
-def _prefill_diffusion(model, state, at, *, width, placement):
-    with jax.named_scope("prefill"):
-        return placement(diffusion_decoding.prefill_chunk(model, state, at, width=width))
-
-
-def _advance_diffusion(model, state, threshold, graph, most, until_any, *, placement, schedule):
+def advance(model, state, threshold, graph, most, until_any, *, schedule):
+    """Runs passes; see `diffusion_decoding.generate`, and for `graph` `draft_states.step`."""
     step = diffusion_decoding.step if graph is None else functools.partial(draft_states.step, graph=graph)
-    generated = diffusion_decoding.generate(model, state, threshold, most, until_any, schedule=schedule, step=step)
-    return placement(generated)
+    return diffusion_decoding.generate(model, state, threshold, most, until_any, schedule=schedule, step=step)

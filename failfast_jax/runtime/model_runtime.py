@@ -108,30 +108,25 @@ class Runtime:
           OptionError: the batch does not divide over the data-parallel groups.
         """
         if self.mesh is None:
-            return StatePlacement(self.target)  # whatever the drafter: programs without one are shared
+            return StatePlacement.of(self.target)  # whatever the drafter: programs without one are shared
         sharding.check_batch(batch, self.mesh)
-        return StatePlacement(self.target, self.drafter_model)
+        return StatePlacement.of(self.target, self.drafter_model)
 
     def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
         """Returns the static widths, in rows, of every pass for a drafter.
 
         Args:
-          drafter: the drafter of the session.
-          exact: widths whose rows are bit-identical; the first time a self-check of some seconds may measure them.
-          batch: sequences that are decoded together, for that check.
+          exact: widths whose rows are bit-identical for `batch` sequences together; the first time a self-check of some
+            seconds may measure them.
         """
         identical = self.width_check.widths(drafter, batch) if exact and self.platform == "cpu" else ()
         return make_plan(drafter, platform=self.platform, exact=exact, interchangeable=identical, widths=self.widths)
 
     def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:
-        """Returns the capacity of a row: a bucket that holds prompt, output and a draft, at most `max_seq_len`.
+        """Returns the capacity of a row: a bucket that holds `prompt_tokens`, `max_new_tokens` and a draft of
+        `longest_draft` tokens, at most `max_seq_len`. Requests of one bucket share programs.
 
-        Requests of one bucket share programs.
-
-        Args:
-          prompt_tokens: of the longest prompt.
-          max_new_tokens: maximum tokens of an answer.
-          longest_draft: the drafter's `max_draft`.
+        Example: 200 + 256 + 60 tokens -> 1024; 5 + 64 -> 256, the smallest.
 
         Raises:
           PromptTooLong: the prompt alone is.

@@ -5,7 +5,6 @@ Pure functions, compiled by `session`; `by_row` is True for the leaves of a stat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ def fits(single: Any, state: Any, *, by_row: tuple[bool, ...], rows: int) -> boo
     return all(mine.shape == (rows, *whole.shape[1:]) for mine, whole, is_by_row in pairs if is_by_row)
 
 
-def insert(state: Any, single: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], placement: Callable) -> Any:
+def insert(state: Any, single: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...]) -> Any:
     """Replaces a row of a state by the first row of another state."""
     # With 3 rows of capacity 8: tokens Int[3, 8] take the row from Int[1, 8]; a scalar leaf has no rows, and stays.
     leaves, structure = jax.tree.flatten(state)
@@ -36,10 +35,10 @@ def insert(state: Any, single: Any, row: Int[Array, ""], *, by_row: tuple[bool, 
         jax.lax.dynamic_update_slice_in_dim(whole, part[:1], row, 0) if is_by_row else whole
         for whole, part, is_by_row in zip(leaves, jax.tree.leaves(single), by_row)
     ]
-    return placement(jax.tree.unflatten(structure, new))
+    return jax.tree.unflatten(structure, new)
 
 
-def take(state: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], copies: int, placement: Callable) -> Any:
+def take(state: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], copies: int) -> Any:
     """Returns a state whose rows are copies of a row."""
 
     def copied(whole: Array) -> Array:
@@ -47,12 +46,12 @@ def take(state: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], copies: i
 
     leaves, structure = jax.tree.flatten(state)
     parts = [copied(whole) if is_by_row else whole for whole, is_by_row in zip(leaves, by_row)]
-    return placement(jax.tree.unflatten(structure, parts))
+    return jax.tree.unflatten(structure, parts)
 
 
-def end(state: Any, ended: Bool[Array, " B"], *, placement: Callable) -> Any:
+def end(state: Any, ended: Bool[Array, " B"]) -> Any:
     """Finishes some rows of a state that are still running."""
-    return placement(state.replace(finish=jnp.where(ended & state.running, FINISHED_LENGTH, state.finish)))
+    return state.replace(finish=jnp.where(ended & state.running, FINISHED_LENGTH, state.finish))
 
 
 def everywhere(tree: Any, *, mesh: Mesh) -> Any:
@@ -66,7 +65,7 @@ def log_of(state: DecodeState, row: Int[Array, ""]) -> tuple[RoundLog, Array, Ar
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, 0) if x.ndim else x, everything)
 
 
-def graft(fresh: DecodeState, old: DecodeState, *, placement: Callable) -> DecodeState:
+def graft(fresh: DecodeState, old: DecodeState) -> DecodeState:
     """Returns a state before its prefill, with the caches of another state instead of its empty caches."""
     # Old text 5 6 7 8 in the caches, new prompt 5 6 9: the fresh state has the new tokens, limits and log; prefill from
     # position 2 on overwrites what the caches hold of 7 8.
@@ -77,7 +76,7 @@ def graft(fresh: DecodeState, old: DecodeState, *, placement: Callable) -> Decod
     drafter = jax.tree.map(
         lambda mine, theirs: theirs if is_cache(mine) else mine, fresh.drafter, old.drafter, is_leaf=is_cache
     )
-    return placement(fresh.replace(target=old.target, drafter=drafter))
+    return fresh.replace(target=old.target, drafter=drafter)
 
 
 def held(drafter: Drafter, state: DecodeState) -> Int[Array, " B"]:

@@ -75,6 +75,46 @@ class SessionShape:
     capacity: int
 
 
+@dataclasses.dataclass(frozen=True)
+class SessionProgram:
+    """A pure function that returns a state, alone or last; the state is put in its place.
+
+    Attributes:
+      name: the program's name in messages and profiles.
+      function: the function; what is static is bound to it.
+      placement: see `Runtime.placement`.
+    """
+
+    name: str
+    function: Callable
+    placement: StatePlacement
+
+    @property
+    def __name__(self) -> str:
+        return self.name.replace(" ", "_")
+
+    def __call__(self, *args: Any) -> Any:
+        result = self.function(*args)
+        if isinstance(result, tuple):
+            return *result[:-1], self.placement(result[-1])
+        return self.placement(result)
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionPrograms:
+    """The functions of one way of decoding. Static arguments are bound, but for those of a chunk.
+
+    Attributes:
+      start: `(*models, *inputs) -> state`, with empty caches; see `Session._inputs`.
+      prefill: `(*models, state, start, **chunk) -> state`; see `Session._chunks`.
+      advance: `(*models, state, ..., most, until_any) -> state`; see `Session._loop_args`.
+    """
+
+    start: Callable
+    prefill: Callable
+    advance: Callable
+
+
 class Session:
     """Compiled programs for a batch of rows; made by a `Runtime`.
 
@@ -83,17 +123,17 @@ class Session:
       placement: see `Runtime.placement`.
       models: first arguments of every program: the target and the drafter, or the model that writes.
       shape: number of rows, and their capacity.
-      start: program `(*models, inputs) -> state`, with empty caches.
-      advance: program that decodes a state for some rounds; see `_loop_args` for its arguments.
+      programs: the functions to compile.
 
     Attributes:
       batch: rows.
       capacity: maximum tokens of a row, prompt and output.
       shapes: a state of shapes, with their places.
       stream_rounds: rounds (of `dllm`: passes) of a slice of a stream.
+      unit: steps of the loop, in messages.
     """
 
-    stream_rounds = 4
+    stream_rounds, unit = 4, "rounds"
 
     def __init__(
         self,
@@ -101,24 +141,20 @@ class Session:
         placement: StatePlacement,
         models: tuple[Any, ...],
         shape: SessionShape,
-        start: Callable,
-        advance: Callable,
+        programs: SessionPrograms,
     ):
         self.batch, self.capacity, self.placement = shape.batch, shape.capacity, placement
-        self._executables, self.models = executables, models
-        self._start = functools.partial(start, capacity=self.capacity, placement=placement)
-        self._advance = functools.partial(advance, placement=placement)
-        inputs = self._inputs(self._any_requests(self.batch))
-        [self._starting] = self._compile((self._start, (*models, inputs)))
-        self.shapes = self._placed(self._starting.shapes)
+        self.models, self._executables, self._programs = models, executables, programs
+        [self._starting] = self._compile((self._start, (*models, *self._inputs(self._any_requests(self.batch)))))
+        self.shapes = placement.placed(self._starting.shapes)
         self._loop: Compilation | None = None
 
-    def _inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Arguments of `init_state`, checked."""
+    def _inputs(self, requests: Sequence[Request]) -> tuple[Any, ...]:
+        """Arguments of `SessionPrograms.start` after the models, checked."""
         raise NotImplementedError
 
-    def _chunks(self, prompt_tokens: int, begin: int = 0) -> list[tuple[Callable, int]]:
-        """Prefill from position `begin` on: functions of `(*models, state, start)`, and where each starts."""
+    def _chunks(self, prompt_tokens: int, begin: int = 0) -> list[tuple[int, dict[str, Any]]]:
+        """The prefill from position `begin` on: where each chunk starts, and its static arguments."""
         raise NotImplementedError
 
     def _loop_args(self, state: State, most: int, until_any: bool) -> tuple:
@@ -140,7 +176,7 @@ class Session:
         """
         if len(requests) != self.batch:
             raise ValueError(f"{len(requests)} requests for {self.batch} rows")
-        return self._starting(*self.models, self._inputs(requests))
+        return self._starting(*self.models, *self._inputs(requests))
 
     def prepare(self, prompt_tokens: int) -> None:
         """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
@@ -150,8 +186,9 @@ class Session:
     def compile_loop(self) -> Compilation:
         """Starts to compile the loop over rounds, unless that was done; it compiles while the host goes on."""
         if self._loop is None:
+            advance = self._placed(self._programs.advance, f"the loop over {self.unit}")
             args = self._loop_args(self.shapes, NO_LIMIT, False)
-            [self._loop] = self._compile((self._advance, args), donate=(len(self.models),))
+            [self._loop] = self._compile((advance, args), donate=(len(self.models),))
         return self._loop
 
     def wait(self) -> None:
@@ -171,15 +208,15 @@ class Session:
         """Prefills chunk by chunk, for callers with other work in between. Only the last state may be kept."""
         chunks = self._chunks(max(len(request.prompt) for request in requests))
         compilations = self._compile_chunks(chunks)
-        return self._prefilling(self.start(requests), compilations, [at for _, at in chunks])
+        return self._prefilling(self.start(requests), compilations, chunks)
 
     def chunks_of(self, prompt_tokens: int, begin: int = 0) -> int:
-        """Chunks that a prompt's prefill takes from position `begin` on."""
+        """Returns the number of chunks that a prompt's prefill takes from position `begin` on."""
         return len(self._chunks(prompt_tokens, begin))
 
-    def _prefilling(self, state: State, compilations: list[Compilation], starts: list[int]) -> Iterator[State]:
+    def _prefilling(self, state: State, compilations: list[Compilation], chunks: list[tuple]) -> Iterator[State]:
         yield state
-        for compilation, at in zip(compilations, starts):
+        for compilation, (at, _) in zip(compilations, chunks):
             state = compilation(*self.models, state, np.int32(at))
             yield state
 
@@ -193,22 +230,21 @@ class Session:
         Raises:
           ValueError: no such row, or a state of another capacity or drafter.
         """
+        by_row = self._leaves_by_row
         if not 0 <= row < self.batch:
             raise ValueError(f"row {row}: there are {self.batch}")
-        if not row_programs.fits(single, self.shapes, by_row=self._leaves_by_row, rows=self.groups):
+        if not row_programs.fits(single, self.shapes, by_row=by_row, rows=self.groups):
             raise ValueError(f"a row is taken from a session with batch {self.groups}, the same drafter and capacity")
-        insert = functools.partial(row_programs.insert, by_row=self._leaves_by_row, placement=self.placement)
-        return self._run(insert, state, single, np.int32(row), donate=(0,))
+        return self._new_state(row_programs.insert, state, single, np.int32(row), donate=0, by_row=by_row)
 
     def take(self, state: State, row: int) -> State:
-        """A copy of a row, in each row of a state of a session with batch `groups`. Does not donate."""
-        options = {"by_row": self._leaves_by_row, "copies": self.groups, "placement": self.placement}
-        return self._run(functools.partial(row_programs.take, **options), state, np.int32(row))
+        """Returns a state of a session with batch `groups`, each of whose rows is a copy of a row. Does not donate."""
+        static = {"by_row": self._leaves_by_row, "copies": self.groups}
+        return self._new_state(row_programs.take, state, np.int32(row), **static)
 
     def end(self, state: State, rows: Collection[int]) -> State:
         """Ends rows that are still running; their tokens stay. Donates the state."""
-        ended = np.isin(np.arange(self.batch), list(rows))
-        return self._run(functools.partial(row_programs.end, placement=self.placement), state, ended, donate=(0,))
+        return self._new_state(row_programs.end, state, np.isin(np.arange(self.batch), list(rows)), donate=0)
 
     def advance(self, state: State, rounds: int | None = None, *, until_any: bool = False) -> State:
         """Decodes until every row has finished, or for at most that many rounds (of `dllm`: passes).
@@ -232,9 +268,16 @@ class Session:
             tree = self._run(functools.partial(row_programs.everywhere, mesh=self._mesh), tree)
         return jax.device_get(tree)
 
-    def _run(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-        [program] = self._compile((function, args), donate=donate)
+    def _run(self, function: Callable, *args: Any, donate: int | None = None) -> Any:
+        [program] = self._compile((function, args), donate=() if donate is None else (donate,))
         return program(*args)
+
+    def _placed(self, function: Callable, name: str, **static: Any) -> SessionProgram:
+        return SessionProgram(name, functools.partial(function, **static), self.placement)
+
+    def _new_state(self, function: Callable, *args: Any, donate: int | None = None, **static: Any) -> Any:
+        """Runs a function that returns a state, alone or last."""
+        return self._run(self._placed(function, function.__name__, **static), *args, donate=donate)
 
     @property
     def groups(self) -> int:
@@ -245,30 +288,25 @@ class Session:
     def _mesh(self) -> jax.sharding.Mesh | None:
         return self.models[0].execution.mesh
 
+    @property
+    def _start(self) -> SessionProgram:
+        return self._placed(self._programs.start, "the start")
+
     @staticmethod
     def _any_requests(batch: int) -> list[Request]:
         return [Request(prompt=(0,), max_new_tokens=NO_LIMIT)] * batch
 
     def start_endless(self, prompt: Sequence[int]) -> State:
-        """`start` of rows that all have this prompt and never reach a limit: for timing."""
+        """Returns the `start` of rows that all have this prompt and never reach a limit: for timing."""
         return self.start([Request(prompt, NO_LIMIT)] * self.batch)
 
     def _compile(self, *programs: tuple[Callable, tuple], donate: tuple[int, ...] = ()) -> list[Compilation]:
         return self._executables.start(*(Program(function, args, donate) for function, args in programs))
 
-    def _compile_chunks(self, chunks: list[tuple[Callable, int]]) -> list[Compilation]:
+    def _compile_chunks(self, chunks: list[tuple[int, dict[str, Any]]]) -> list[Compilation]:
         args = (*self.models, self.shapes, np.int32(0))
-        return self._compile(*((function, args) for function, _ in chunks), donate=(len(self.models),))
-
-    def _placed(self, shapes: State) -> State:
-        """The state's shapes, with places if it is spread."""
-        if self._mesh is None:
-            return shapes
-        return jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            shapes,
-            self.placement.shardings(shapes),
-        )
+        programs = [self._placed(self._programs.prefill, "prefill", **static) for _, static in chunks]
+        return self._compile(*((program, args) for program in programs), donate=(len(self.models),))
 
     @functools.cached_property
     def _leaves_by_row(self) -> tuple[bool, ...]:
@@ -276,9 +314,8 @@ class Session:
 
         @numerics.defaults()
         def lengths(groups: int) -> list[tuple[int, ...]]:
-            batch = groups if self._mesh is None else groups * self._mesh.shape[DATA]
-            inputs = self._inputs(self._any_requests(batch))
-            return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self.models, inputs))]
+            inputs = self._inputs(self._any_requests(groups * self.groups))
+            return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self.models, *inputs))]
 
         return tuple(single != double for single, double in zip(lengths(1), lengths(2)))
 
@@ -327,9 +364,12 @@ class DraftSession(Session):
     ):
         target, drafter = models
         self.drafter, self.plan, self.kept = drafter.planned(plan.widths), plan, logprobs
-        start = functools.partial(_start, plan=plan, logprobs=logprobs)
-        advance = functools.partial(_advance, plan=plan)
-        super().__init__(executables, placement, (target, self.drafter), shape, start, advance)
+        programs = SessionPrograms(
+            start=functools.partial(decoding.init_state, capacity=shape.capacity, plan=plan, logprobs=logprobs),
+            prefill=decoding.prefill_chunk,
+            advance=functools.partial(decoding.generate, plan=plan),
+        )
+        super().__init__(executables, placement, (target, self.drafter), shape, programs)
 
     @functools.cached_property
     def key(self) -> str:
@@ -341,7 +381,7 @@ class DraftSession(Session):
         return hashlib.sha256(named.encode()).hexdigest()[:16]
 
     def with_costs(self, costs: Costs) -> DraftSession:
-        """The same programs, with a drafter that decides by these costs (see `pricing`). Nothing is compiled.
+        """Returns the same programs, with a drafter that decides by these costs. Nothing is compiled.
 
         Raises:
           ValueError: the drafter decides nothing by costs.
@@ -354,32 +394,27 @@ class DraftSession(Session):
         return other
 
     def _inputs(self, requests):
-        limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
-        return {"prompts": self._prompts(requests), "max_new_tokens": limits}
+        return self._prompts(requests), np.asarray([request.max_new_tokens for request in requests], np.int32)
 
     def _chunks(self, prompt_tokens, begin=0):
         calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)
-        return [(self._chunk(call.width, call.parts), call.start) for call in calls]
-
-    def _chunk(self, width: int, parts: tuple[str, ...]) -> Callable:
-        return functools.partial(_prefill, width=width, parts=parts, placement=self.placement)
+        return [(call.start, {"width": call.width, "parts": call.parts}) for call in calls]
 
     def _view(self, state):
         return state.tokens, state.prompt_length, state.length, state.finish
 
     def rounds(self, state):
-        log, *view = self._fetch((state.log, *self._view(state)))
-        tokens, begin, end, _ = view
+        log, tokens, begin, end, _ = self._fetch((state.log, *self._view(state)))
         outputs = [tokens[row, begin[row] : end[row]].tolist() for row in range(self.batch)]
         return [row_programs.row_log(log, row, output) for row, output in enumerate(outputs)]
 
     def rounds_of(self, state: DecodeState, row: int) -> RowLog:
-        """One row's rounds so far. One host wait."""
+        """Returns one row's rounds so far. One host wait."""
         log, tokens, begin, end = self._fetch(self._run(row_programs.log_of, state, np.int32(row)))
         return row_programs.row_log(log, 0, tokens[0, begin[0] : end[0]].tolist())
 
     def logprobs(self, state: DecodeState, begin: Mapping[int, int]) -> dict[int, list[TokenLogprob]]:
-        """Log-probabilities of emitted tokens, by row, from each row's `begin`-th token on. One host wait."""
+        """Returns log-probabilities of emitted tokens, by row, from each row's `begin`-th token on. One host wait."""
         logprobs, starts, ends = self._fetch((state.logprobs, state.prompt_length, state.length))
         return {
             row: row_programs.logprobs_of(logprobs, row, int(starts[row]) + at, int(ends[row]))
@@ -392,7 +427,7 @@ class DraftSession(Session):
         """Compiles what prefilling any prompt needs, from any position on, and waits for it."""
         buffer = self.shapes.tokens.shape[1]
         chunks = [
-            (self._chunk(width, parts), 0)
+            (0, {"width": width, "parts": parts})
             for widths, parts in prefill_parts(self.drafter, self.plan)
             for width in widths
             if width <= buffer
@@ -401,7 +436,9 @@ class DraftSession(Session):
             compilation.wait()
 
     def shared(self, old: DecodeState, common: int, prompt_tokens: int) -> int:
-        """Positions that need no prefill in a prompt whose first `common` tokens are those of a row. One host wait.
+        """Returns the positions that need no prefill in a prompt whose first `common` tokens are those of a row.
+
+        One host wait.
 
         Args:
           old: the row's state, see `take`.
@@ -413,59 +450,23 @@ class DraftSession(Session):
         return max(most, 0) // multiple * multiple
 
     def prefill_onto(self, old: DecodeState, request: Request, begin: int) -> Iterator[State]:
-        """`prefill_in_chunks` of a prompt whose first `begin` positions (see `shared`) are in the caches of `old`.
-
-        Donates `old`.
-        """
+        """Like `prefill_in_chunks`, for a prompt whose first `begin` positions (see `shared`) are in the caches of
+        `old`, which is donated."""
         chunks = self._chunks(len(request.prompt), begin)
         compilations = self._compile_chunks(chunks)
-        graft = functools.partial(row_programs.graft, placement=self.placement)
-        state = self._run(graft, self.start([request] * self.batch), old, donate=(1,))
-        return self._prefilling(state, compilations, [at for _, at in chunks])
+        state = self._new_state(row_programs.graft, self.start([request] * self.batch), old, donate=1)
+        return self._prefilling(state, compilations, chunks)
 
     # A round in its three parts, for timing and for experiments. Each donates the state.
 
     def draft(self, state: DecodeState) -> tuple[Draft, DecodeState]:
-        """The drafter's proposal."""
-        function = functools.partial(_draft, placement=self.placement)
-        return self._run(function, self.drafter, state, donate=(1,))
+        """Returns the drafter's proposal, and the state."""
+        return self._new_state(decoding.draft, self.drafter, state, donate=1)
 
     def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
-        """The target's tokens along a proposal, which any code may have made."""
-        function = functools.partial(_verify, plan=self.plan, placement=self.placement)
-        return self._run(function, *self.models, state, proposal, donate=(2,))
+        """Returns the target's tokens along a proposal, which any code may have made, and the state."""
+        return self._new_state(decoding.verify, *self.models, state, proposal, donate=2, plan=self.plan)
 
     def commit(self, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
-        """The state after the round."""
-        function = functools.partial(_commit, placement=self.placement)
-        return self._run(function, self.drafter, state, proposal, verified, donate=(1,))
-
-
-# The programs. What is static is bound to them by keyword.
-
-
-def _start(target, drafter, inputs, *, placement, **static):
-    return placement(decoding.init_state(target, drafter, **static, **inputs))
-
-
-def _prefill(target, drafter, state, at, *, width, parts, placement):
-    with jax.named_scope("prefill"):
-        return placement(decoding.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
-
-
-def _advance(target, drafter, state, most, until_any, *, plan, placement):
-    return placement(decoding.generate(target, drafter, state, most, until_any, plan=plan))
-
-
-def _draft(drafter, state, *, placement):
-    proposal, state = decoding.draft(drafter, state)
-    return proposal, placement(state)
-
-
-def _verify(target, drafter, state, proposal, *, plan, placement):
-    verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
-    return verified, placement(state)
-
-
-def _commit(drafter, state, proposal, verified, *, placement):
-    return placement(decoding.commit(drafter, state, proposal, verified))
+        """Returns the state after the round."""
+        return self._new_state(decoding.commit, self.drafter, state, proposal, verified, donate=1)

@@ -20,9 +20,6 @@ from jax.sharding import SingleDeviceSharding
 from failfast_jax.util import numerics, progress
 from failfast_jax.util.hardware import compiler_options
 
-NAMES = {"start": "the start", "advance": "the loop over rounds", "advance_diffusion": "the loop over passes"}
-"""Names in messages of functions of `runtime` and of bound objects, whose own names say little."""
-
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -105,8 +102,7 @@ def name_of(function: Callable) -> str:
     """Returns a program's name in messages."""
     while isinstance(function, functools.partial):
         function = function.func
-    name = getattr(function, "__name__", type(function).__name__).strip("_")
-    return NAMES.get(name, name.replace("_", " "))
+    return getattr(function, "__name__", type(function).__name__).strip("_").replace("_", " ")
 
 
 def _static_key(function: Any, name: int | str, value: Any) -> Hashable:

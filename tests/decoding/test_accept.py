@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -41,7 +42,7 @@ def test_argmax_of_a_row_without_a_finite_logit():
 
 def test_confidence_is_the_best_softmax_probability():
     logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB)).astype(np.float32) * 4
-    token, confidence = jax.jit(picking.argmax_and_confidence)(logits)
+    token, confidence = jax.jit(functools.partial(picking.argmax, confidence=True))(logits)
     np.testing.assert_array_equal(token, logits.argmax(-1))
     np.testing.assert_allclose(confidence, jax.nn.softmax(logits, -1).max(-1), rtol=1e-6)
 
@@ -50,7 +51,7 @@ def test_forbidden_tokens_have_no_probability():
     logits = jnp.zeros((1, VOCAB)).at[0, 3].set(5.0)
     allowed = picking.forbid(logits, 3, 10)
     assert np.isneginf(allowed[0, [3, 10, 11]]).all() and np.isfinite(allowed[0, [0, 1, 2, 9]]).all()
-    token, confidence = picking.argmax_and_confidence(allowed)
+    token, confidence = picking.argmax(allowed, confidence=True)
     assert token[0] == 0 and confidence[0] == pytest.approx(1 / 9)
 
 

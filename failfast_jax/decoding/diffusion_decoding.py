@@ -253,9 +253,9 @@ def _denoise(
     nothing = jnp.zeros((*work.rows.shape, model.config.hidden_size), model.dtype)
     hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, work.rows), (nothing, state.cache))
     # The first position of a small block has no row before it here: it reuses its own, and is not masked.
-    own = jnp.broadcast_to(jnp.maximum(jnp.arange(work.small_block) - 1, 0), work.rows.shape)
+    rows = jnp.broadcast_to(jnp.maximum(jnp.arange(work.small_block) - 1, 0), work.rows.shape)
     narrow, cache = when(
-        partial.any(), lambda c: run(c[1], partial, at + work.small, work.small_block, own), (nothing, cache)
+        partial.any(), lambda c: run(c[1], partial, at + work.small, work.small_block, rows), (nothing, cache)
     )
     return jnp.where(partial[:, None, None], narrow, hidden), cache
 
@@ -320,15 +320,15 @@ def after_pass(
     finish = jnp.where((blocks >= state.max_blocks) | reached, FINISHED_LENGTH, RUNNING)
     finish = jnp.where(stopped & (storing | reached | shift), FINISHED_EOS, finish)
     finish = jnp.where(failed, FAILED, finish)
-    made = counted & ~jnp.asarray(adopted)
+    passed = counted & ~jnp.asarray(adopted)
     return state.replace(
         text=text,
         at=jnp.where(storing, state.at + block, state.at),
         blocks=blocks,
         fresh=jnp.where(active, storing, state.fresh),
         finish=jnp.where(active, finish, state.finish),
-        passes=state.passes + made,
-        block_passes=state.block_passes + (column & made[:, None]),
+        passes=state.passes + passed,
+        block_passes=state.block_passes + (column & passed[:, None]),
         block_adopted=state.block_adopted + (column & (counted & adopted)[:, None]),
         end=jnp.where(active, end, state.end),
     )

@@ -50,9 +50,9 @@ def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> 
 def _largest(value_bits: int, holds, shape) -> UInt[Array, "*R"]:
     """Largest unsigned integer of `value_bits` bits for which the monotone predicate `holds`, bit by bit."""
 
-    def body(index, found):
-        candidate = found | (jnp.uint32(1) << (value_bits - 1 - index).astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, found)
+    def body(index, value):
+        candidate = value | (jnp.uint32(1) << (value_bits - 1 - index).astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, value)
 
     return jax.lax.fori_loop(0, value_bits, body, jnp.zeros(shape, jnp.uint32))
 
@@ -253,8 +253,8 @@ def pick_or_reject(
         rest = jnp.maximum(p - q, 0.0)
         # Where p and q are equal up to rounding nothing may be left to sample from.
         rest = jnp.where(drafted[..., None] & (rest > 0).any(-1, keepdims=True), rest, p)
-        own = _target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
-        return jnp.where(keep, draft, own)
+        replacement = _target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
+        return jnp.where(keep, draft, replacement)
 
     return where_sampled(sampled, _target_argmax, sampling, execution, logits, positions, draft, q, drafted)
 

@@ -79,10 +79,8 @@ def make_plan(
     Args:
       drafter: its `shape` decides.
       platform: `cpu`, `gpu` or `tpu`, as of `jax.default_backend()`.
-      exact: a row's result must not depend on the pass it is computed in. One constant width then serves
-        every step, the prefill's too.
-      interchangeable: under `exact`, widths whose rows were shown to be bit-identical; they serve as the
-        ladder instead of the constant width.
+      exact: a row's result must not depend on the pass it is computed in. One constant width then serves every step,
+        the prefill's too; or the `interchangeable` ones, whose rows were shown to be bit-identical.
       widths: the choice; None: the platform's in `DEFAULT_WIDTHS`.
 
     Returns:
@@ -142,17 +140,15 @@ def prefill_parts(drafter: Drafter, plan: Plan) -> list[tuple[tuple[int, ...], t
 def prefill_schedule(
     prompt_tokens: int, drafter: Drafter, plan: Plan, buffer: int, begin: int = 0
 ) -> list[PrefillCall]:
-    """Chunks that cover all but the last of `prompt_tokens` tokens, within a buffer of `buffer` positions.
+    """Returns arguments of `prefill_chunk` for all but the last of `prompt_tokens` tokens, in order: the target's
+    chunks before those of a drafter that has others.
+
+    Example: 300 tokens at widths 32 128 256 512 take chunks of 256, 32 and 32 positions: 512 would waste too much.
 
     Args:
-      prompt_tokens: of the longest prompt.
-      drafter: its own chunks are beside the target's where their widths differ.
-      plan: says which widths there are.
-      buffer: see `buffer_length`.
+      plan: has the widths.
+      buffer: positions of the buffer, see `buffer_length`; no chunk reaches beyond.
       begin: positions that the caches hold already, a multiple of the drafter's `chunk_multiple`.
-
-    Returns:
-      Arguments of `prefill_chunk`, in order: the target's chunks before those of a drafter that has others.
     """
 
     def chunks(widths: tuple[int, ...], parts: tuple[str, ...]) -> list[PrefillCall]:

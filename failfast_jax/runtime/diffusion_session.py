@@ -8,12 +8,10 @@ import numpy as np
 
 from failfast_jax.decoding import diffusion_decoding, draft_states
 from failfast_jax.decoding.diffusion_decoding import BlockSchedule
-from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.errors import PromptError
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Round, RowLog
-from failfast_jax.runtime.session import Session, SessionPrograms, SessionShape
-from failfast_jax.util.compilation import Executables
+from failfast_jax.runtime.session import Session, SessionPrograms, SessionSetup
 
 
 class DiffusionSession(Session):
@@ -30,26 +28,23 @@ class DiffusionSession(Session):
 
     def __init__(
         self,
-        executables: Executables,
-        placement: StatePlacement,
+        setup: SessionSetup,
         model: Decoder,
-        shape: SessionShape,
+        schedule: BlockSchedule,
         threshold: float,
         graph: np.ndarray | None = None,
         released_length: bool = False,
-        *,
-        schedule: BlockSchedule,
     ):
         self.config, self.block, self.released_length = model.config, model.config.block_size, released_length
         self.threshold, self.small_block = np.float32(threshold), schedule.small_block
         self.graph = None if graph is None else draft_states.padded(graph, self.block)
         static = {"states": None if graph is None else len(self.graph), "small_block": schedule.small_block}
         programs = SessionPrograms(
-            start=functools.partial(diffusion_decoding.init_state, capacity=shape.capacity, **static),
+            start=functools.partial(diffusion_decoding.init_state, capacity=setup.capacity, **static),
             prefill=diffusion_decoding.prefill_chunk,
             advance=functools.partial(advance, schedule=schedule),
         )
-        super().__init__(executables, placement, (model,), shape, programs)
+        super().__init__(setup, (model,), programs)
 
     def _inputs(self, requests):
         count = functools.partial(

@@ -36,7 +36,7 @@ from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.cost_book import CostBook
 from failfast_jax.results import RowLog
 from failfast_jax.runtime.diffusion_session import DiffusionSession
-from failfast_jax.runtime.session import DraftSession, Progress, Request, Session, SessionShape
+from failfast_jax.runtime.session import DraftSession, Progress, Request, Session, SessionSetup
 from failfast_jax.util.compilation import Executables
 
 __all__ = ["DiffusionSession", "DraftSession", "Progress", "Request", "RowLog", "Runtime", "Session"]
@@ -51,7 +51,7 @@ class Runtime:
 
     Args:
       target: an autoregressive model; for `diffusion_session` a block-diffusion model.
-      drafter_model: the model that drafters built for this runtime draft with, if any.
+      drafter_model: the model that this runtime's drafters draft with, if any.
       mesh: devices to spread both over (see `models.sharding.make_mesh`). None: the models stay where they are, on
         one device or spread already.
       max_seq_len: maximum tokens of prompt and output together; None: the models' context.
@@ -179,9 +179,8 @@ class Runtime:
         takes all widths to cost the same until `costs.price` measures them.
 
         Args:
-          drafter: the drafter, built for `drafter_model` if it has a model.
+          drafter: built for `drafter_model` if it has a model.
           batch: rows; a multiple of the data-parallel groups.
-          capacity: tokens of a row, see `capacity`.
           plan: None: that of `plan` for this drafter, without `exact`.
           decodes: False for a session that prefills rows for another one: its loop is compiled only if it is used.
           logprobs: keep the log-probability of each emitted token, and of this number of most probable ones at its
@@ -190,8 +189,8 @@ class Runtime:
         Raises:
           OptionError: see `placement`.
         """
-        plan, shape = plan or self.plan(drafter, batch=batch), SessionShape(batch, capacity)
-        session = DraftSession(self.programs, self.placement(batch), (self.target, drafter), shape, plan, logprobs)
+        plan = plan or self.plan(drafter, batch=batch)
+        session = DraftSession(self._setup(batch, capacity), self.target, drafter, plan, logprobs)
         if decodes:
             session.compile_loop()
         return session
@@ -219,15 +218,10 @@ class Runtime:
           schedule: `small_block` (8), which divides the block size, and `block_cache` (False): passes may run over the
             small block alone.
         """
-        session = DiffusionSession(
-            self.programs,
-            self.placement(batch),
-            model or self.target,
-            SessionShape(batch, capacity),
-            threshold,
-            graph,
-            released_length,
-            schedule=BlockSchedule(**schedule),
-        )
+        setup, static = self._setup(batch, capacity), BlockSchedule(**schedule)
+        session = DiffusionSession(setup, model or self.target, static, threshold, graph, released_length)
         session.compile_loop()
         return session
+
+    def _setup(self, batch: int, capacity: int) -> SessionSetup:
+        return SessionSetup(self.programs, self.placement(batch), batch, capacity)

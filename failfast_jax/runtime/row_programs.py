@@ -84,11 +84,15 @@ def held(drafter: Drafter, state: DecodeState) -> Int[Array, " B"]:
     return jnp.minimum(state.length - 1, drafter.held(state.drafter, state.committed))
 
 
-def rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
-    """A row's rounds, from a log on the host."""
+def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
+    """A row's rounds and passes, from a log on the host and the row's tokens."""
     rounds, done = [], 0
     for index in range(int(log.rounds[row])):
         length, emitted = int(log.draft_length[row, index]), int(log.emitted[row, index])
+        forecast = {}
+        if log.forecast is not None:
+            tokens, seconds = log.forecast.tokens, log.forecast.seconds
+            forecast = {"expected": float(tokens[row, index]), "seconds": float(seconds[row, index])}
         rounds.append(
             Round(
                 drafted=log.drafted[row, index, :length].tolist(),
@@ -97,12 +101,12 @@ def rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
                 emitted=output[done : done + emitted],
                 passes=int(log.passes[row, index]),
                 tree=_tree_of(log.tree, (row, index)),
-                expected=None if log.forecast is None else float(log.forecast.tokens[row, index]),
-                seconds=None if log.forecast is None else float(log.forecast.seconds[row, index]),
+                **forecast,
             )
         )
         done += emitted
-    return rounds
+    widths = None if log.forecast is None else log.forecast.width[row, : len(rounds)].tolist()
+    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]), widths)
 
 
 def _tree_of(trees: Tree | None, entry: tuple[int, int]) -> dict[str, list[int]] | None:
@@ -111,13 +115,6 @@ def _tree_of(trees: Tree | None, entry: tuple[int, int]) -> dict[str, list[int]]
         return None
     nodes = *entry, slice(int(trees.size[entry]))
     return {"tokens": trees.tokens[nodes].tolist(), "parent": (trees.parent[nodes] - 1).tolist()}
-
-
-def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
-    """A row's rounds and passes, from a log on the host."""
-    rounds = rounds_of(log, row, output)
-    widths = None if log.forecast is None else log.forecast.width[row, : len(rounds)].tolist()
-    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]), widths)
 
 
 def logprobs_of(logprobs: Logprobs, row: int, begin: int, end: int) -> list[TokenLogprob]:

@@ -40,10 +40,8 @@ class Request:
       prompt: token ids, at least one.
       max_new_tokens: maximum tokens to emit.
       temperature: of the target's softmax; 0 is greedy.
-      top_k: number of most probable tokens to sample from; 0: all.
-      top_p: total probability of the most probable tokens to sample from; 1: all.
-      seed: with `sequence` and a token's position it determines the random numbers, whatever the row.
-      sequence: requests of one seed with different sequences draw different random numbers.
+      top_k, top_p: number and total probability of the most probable tokens to sample from; 0 and 1: all.
+      seed, sequence: with a token's position they determine the random numbers, whatever the row.
       eos: stop token ids, at most `decoding.decode_state.MAX_EOS_TOKENS`.
     """
 
@@ -68,9 +66,18 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
-class SessionShape:
-    """Number of rows, and the maximum tokens of a row, prompt and output together."""
+class SessionSetup:
+    """Rows of a session, and what compiles and places them.
 
+    Attributes:
+      executables: the store that compiles programs.
+      placement: see `Runtime.placement`.
+      batch: rows.
+      capacity: maximum tokens of a row, prompt and output together.
+    """
+
+    executables: Executables
+    placement: StatePlacement
     batch: int
     capacity: int
 
@@ -119,15 +126,12 @@ class Session:
     """Compiled programs for a batch of rows; made by a `Runtime`.
 
     Args:
-      executables: the store that compiles programs.
-      placement: see `Runtime.placement`.
+      setup: rows, their capacity, and the store of programs.
       models: first arguments of every program: the target and the drafter, or the model that writes.
-      shape: number of rows, and their capacity.
       programs: the functions to compile.
 
     Attributes:
-      batch: rows.
-      capacity: maximum tokens of a row, prompt and output.
+      batch, capacity, placement: see `SessionSetup`.
       shapes: a state of shapes, with their places.
       stream_rounds: rounds (of `dllm`: passes) of a slice of a stream.
       unit: steps of the loop, in messages.
@@ -135,18 +139,11 @@ class Session:
 
     stream_rounds, unit = 4, "rounds"
 
-    def __init__(
-        self,
-        executables: Executables,
-        placement: StatePlacement,
-        models: tuple[Any, ...],
-        shape: SessionShape,
-        programs: SessionPrograms,
-    ):
-        self.batch, self.capacity, self.placement = shape.batch, shape.capacity, placement
-        self.models, self._executables, self._programs = models, executables, programs
+    def __init__(self, setup: SessionSetup, models: tuple[Any, ...], programs: SessionPrograms):
+        self.batch, self.capacity, self.placement = setup.batch, setup.capacity, setup.placement
+        self.models, self._executables, self._programs = models, setup.executables, programs
         [self._starting] = self._compile((self._start, (*models, *self._inputs(self._any_requests(self.batch)))))
-        self.shapes = placement.placed(self._starting.shapes)
+        self.shapes = self.placement.placed(self._starting.shapes)
         self._loop: Compilation | None = None
 
     def _inputs(self, requests: Sequence[Request]) -> tuple[Any, ...]:
@@ -180,7 +177,10 @@ class Session:
 
     def prepare(self, prompt_tokens: int) -> None:
         """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
-        for compilation in (self._starting, *self._compile_chunks(self._chunks(prompt_tokens))):
+        self._wait_for(self._chunks(prompt_tokens))
+
+    def _wait_for(self, chunks: list[tuple[int, dict[str, Any]]]) -> None:
+        for compilation in (self._starting, *self._compile_chunks(chunks)):
             compilation.wait()
 
     def compile_loop(self) -> Compilation:
@@ -353,23 +353,14 @@ class DraftSession(Session):
       kept: number of log-probabilities per token, see `Runtime.session`; None: none are kept.
     """
 
-    def __init__(
-        self,
-        executables: Executables,
-        placement: StatePlacement,
-        models: tuple[Decoder, Drafter],
-        shape: SessionShape,
-        plan: Plan,
-        logprobs: int | None = None,
-    ):
-        target, drafter = models
+    def __init__(self, setup: SessionSetup, target: Decoder, drafter: Drafter, plan: Plan, logprobs: int | None = None):
         self.drafter, self.plan, self.kept = drafter.planned(plan.widths), plan, logprobs
         programs = SessionPrograms(
-            start=functools.partial(decoding.init_state, capacity=shape.capacity, plan=plan, logprobs=logprobs),
+            start=functools.partial(decoding.init_state, capacity=setup.capacity, plan=plan, logprobs=logprobs),
             prefill=decoding.prefill_chunk,
             advance=functools.partial(decoding.generate, plan=plan),
         )
-        super().__init__(executables, placement, (target, self.drafter), shape, programs)
+        super().__init__(setup, (target, self.drafter), programs)
 
     @functools.cached_property
     def key(self) -> str:
@@ -425,15 +416,9 @@ class DraftSession(Session):
 
     def prepare_any(self) -> None:
         """Compiles what prefilling any prompt needs, from any position on, and waits for it."""
-        buffer = self.shapes.tokens.shape[1]
-        chunks = [
-            (0, {"width": width, "parts": parts})
-            for widths, parts in prefill_parts(self.drafter, self.plan)
-            for width in widths
-            if width <= buffer
-        ]
-        for compilation in (self._starting, *self._compile_chunks(chunks)):
-            compilation.wait()
+        buffer, parts = self.shapes.tokens.shape[1], prefill_parts(self.drafter, self.plan)
+        static = [{"width": width, "parts": models} for widths, models in parts for width in widths if width <= buffer]
+        self._wait_for([(0, chunk) for chunk in static])
 
     def shared(self, old: DecodeState, common: int, prompt_tokens: int) -> int:
         """Returns the positions that need no prefill in a prompt whose first `common` tokens are those of a row.

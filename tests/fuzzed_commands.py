@@ -77,15 +77,14 @@ def stop_at_models() -> None:
     """From here on, in this process, commands end where they would read models, measure or start other programs."""
     from convert.conversion import orbax_folder
     from failfast_jax import chat, doctor, generate, serve
-    from failfast_jax.bench import answers, engine_pool, micro, replay
+    from failfast_jax.bench import micro, replay, run_command
     from failfast_jax.checkpoints import hub
     from failfast_jax.public_data import question_sets
     from failfast_jax.train import draft_graph_calibration, selfgen, train_command
 
     generate.load = serve.load = chat.load = question_sets.hub_rows = _reached
-    hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
-    for module in (engine_pool, selfgen):
-        module.load_pair = _reached
+    hub.snapshot, selfgen.load_pair = _offline, _reached
+    run_command.Comparison = run_command.RayComparison = _reached
     micro.PARTS = dict.fromkeys(micro.PARTS, _reached)
     train_command.open_checkpoint = draft_graph_calibration.FailFast = replay.replay_target = (
         orbax_folder.save_params
@@ -157,7 +156,7 @@ class CommandLines:
     """Commands run in a folder that has a file of each kind."""
 
     def __init__(self, folder: Path):
-        from failfast_jax.bench.journal import RECORDS, Journal
+        from failfast_jax.bench.answer_log import RECORDS, AnswerLog
 
         self.folder = folder / "commands"
         (self.folder / "run").mkdir(parents=True)
@@ -167,9 +166,9 @@ class CommandLines:
             else:
                 shutil.copytree(GOLDEN / source, self.folder / name, ignore=shutil.ignore_patterns("golden*", "*.npz"))
         (self.folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-        journal = Journal(self.folder / "run" / RECORDS, {"target": {"name": "qwen2.5-7b"}})
+        log = AnswerLog(self.folder / "run" / RECORDS, {"target": {"name": "qwen2.5-7b"}})
         for record in (answer("vanilla", "vanilla", "0", []), answer("failfast", "failfast", "0", [(5, 3, 1)] * 3)):
-            journal.append({**record, "kind": "answer"})
+            log.append(record)
         stop_at_models()
 
     def prompt_file(self, rng: random.Random) -> Path:

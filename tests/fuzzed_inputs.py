@@ -207,7 +207,7 @@ class SmallFiles:
 
     def records(self, rng: random.Random) -> None:
         """A journal that somebody edited; what is there stays readable when a record is added."""
-        from failfast_jax.bench.journal import Journal
+        from failfast_jax.bench.answer_log import AnswerLog
 
         place = {"dataset": "d", "question": "0", "repeat": 0, "setting": "lookup", "block": 0}
         head = {"kind": "run", "session": 0, "identity": {"target": "t"}, "machine": None}
@@ -219,9 +219,9 @@ class SmallFiles:
             text = self.mangled(rng, text, len(text))
         path = self.folder / "records.jsonl"
         path.write_bytes(text)
-        before = Journal(path, {"target": "t"})
+        before = AnswerLog(path, {"target": "t"})
         before.append({"kind": "answer", **place, "question": "1"})
-        assert Journal(path, {"target": "t"}).records == before.records
+        assert AnswerLog(path, {"target": "t"}).records == before.records
 
     def prompts(self, rng: random.Random) -> None:
         """A file of prompts, or of a dataset's rows, for `bench run`."""
@@ -254,7 +254,7 @@ class SmallFiles:
             **{"methods": [self.changed(rng, row) if 0.3 < odd < 0.6 else row]},
             **{"limit": 1, "max_new_tokens": 8, "repeats": 1, "near_tie": 0.001, "exact": False},
             **{"options": {"temperature": 0.0}, "sweep": ["lookup:max_spec_len=3|7"]},
-            **{"count_passes": "ours", "scores": False, "figures": False, "modelled": "7B"},
+            **{"scores": False, "figures": False},
         }
         text = yaml.safe_dump(self.changed(rng, whole) if odd > 0.6 else whole).encode()
         if rng.random() < 0.25:

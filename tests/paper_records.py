@@ -10,7 +10,14 @@ def answer(setting, method, question, rounds, options=None, decode_s=1.0):
         for n, a, p in rounds
     ]
     tokens = sum(entry["emitted"] for entry in detail) if detail else 12
-    own = {"setting": setting, "method": method, "question": question, "options": options or {}, "detail": detail}
+    own = {
+        "kind": "answer",
+        "setting": setting,
+        "method": method,
+        "question": question,
+        "options": options or {},
+        "detail": detail,
+    }
     place = {"dataset": "math500", "repeat": 0, "block": "b", "decode_s": decode_s, "tokens": tokens}
     counts = {"rounds": len(detail) or 12, "drafter_passes": sum(p for *_, p in rounds), "output_ids": [7] * tokens}
     return {**own, **place, **counts, "drafter": {"kind": "other"}}

@@ -17,7 +17,7 @@ from tiers import tiers
 from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
 from failfast_jax import FailFast
-from failfast_jax.bench.verdicts import logit_gap
+from failfast_jax.bench.comparison import logit_gap
 from failfast_jax.checkpoints.safetensors_file import WEIGHTS
 from failfast_jax.errors import OptionError
 from failfast_jax.util import processes

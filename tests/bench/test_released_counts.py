@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_engines import standalone_engine
 
-from failfast_jax.bench.harness import to_record
-from failfast_jax.bench.released_passes import aligned_passes, counts
+from failfast_jax.bench.answer_log import to_record
+from failfast_jax.bench.paper.released_passes import aligned_passes, released_rounds
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.acceptance_law import CHUNK, DATASETS, Law, draw, fit, published_for
 
@@ -51,14 +51,14 @@ def test_prefills_and_own_passes(reuse):
 def test_counts():
     records, _ = recorded(**OPTIONS)
     for record in records:
-        ours, theirs = (counts(record, released=released) for released in (False, True))
-        assert sum(ours.accepted) + ours.rounds == ours.tokens == 30 <= theirs.tokens
-        assert sum(ours.passes) == record["drafter_passes"] and theirs.rounds == ours.rounds == record["rounds"]
-        assert all(length % 4 == 0 and length >= cut for length, cut in zip(theirs.speculated, ours.speculated))
+        found = released_rounds(record)
+        assert len(found.accepted) == record["rounds"] and sum(found.accepted) + record["rounds"] >= 30
+        drafted = [entry["drafted"] for entry in record["detail"]]
+        assert all(length % 4 == 0 and length >= cut for length, cut in zip(found.speculated, drafted))
     static, _ = recorded("fast-dllm", spec_len=5, small_block_size=4)
-    assert {length for record in static for length in counts(record, released=True).speculated} == {5}
+    assert {length for record in static for length in released_rounds(record).speculated} == {5}
     other, _ = recorded("lookup")
-    assert counts(other[0], released=True).passes == counts(other[0], released=False).passes
+    assert released_rounds(other[0]).passes == tuple(entry["passes"] for entry in other[0]["detail"])
 
 
 def test_a_stop_token_hides_no_speculation():
@@ -71,7 +71,7 @@ def test_a_stop_token_hides_no_speculation():
         ({"kind": "aligned", "spec_len": 10, "grows": True, "block": 32, "shift": 1}, 10, 2),
         ({"kind": "aligned", "spec_len": 7, "grows": False, "block": 8, "shift": 1}, 7, 3),
     ):
-        found = counts({**record, "drafter": shape}, released=True)
+        found = released_rounds({**record, "drafter": shape})
         assert (found.speculated, found.passes) == ((length,), (passes,))
 
 

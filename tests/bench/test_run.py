@@ -8,13 +8,12 @@ import pytest
 from checkpoint_files import GOLDEN
 from stub_engine import StubEngine, StubEnginePool
 
-from failfast_jax.bench import answers, engine_pool, figures, harness, run_command
+from failfast_jax.bench import comparison, engine_pool, plots, run_command
 from failfast_jax.bench.__main__ import main
-from failfast_jax.bench.harness import Comparison
-from failfast_jax.bench.journal import Journal
+from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE, AnswerLog
+from failfast_jax.bench.comparison import Comparison, Plan
 from failfast_jax.bench.rows import BASELINE, Row
-from failfast_jax.bench.run_config import PRESETS, RunConfig, add_arguments
-from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.bench.run_config import PRESETS, REMOVED, RunConfig, add_arguments
 from failfast_jax.checkpoints import hub
 from failfast_jax.drafters import METHODS
 from failfast_jax.generation_config import GenerationConfig
@@ -28,7 +27,7 @@ PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 def stub(monkeypatch):
     engine = StubEngine()
     monkeypatch.setattr(
-        answers, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources)))
+        comparison, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources)))
     )
     monkeypatch.setattr(engine_pool, "own_method", lambda _: ("autoregressive", "ar"))
     monkeypatch.setattr(hub, "resolve_source", lambda source: source)
@@ -85,13 +84,7 @@ def test_a_killed_run_goes_on(stub, bench, out, tmp_path, capsys):
     assert bench(*args) == 0
     assert stub.given == given
 
-    def settled(folder):
-        found = summary_of(folder)
-        for row in found["settings"].values():
-            row.pop("harness_s")
-        return found
-
-    assert settled(out) == settled(whole)
+    assert summary_of(out) == summary_of(whole)
     assert "is cut off" in capsys.readouterr().err
     # Once more: nothing to do. With more methods: only they, and the vanilla answers beside them.
     stub.given.clear()
@@ -101,9 +94,9 @@ def test_a_killed_run_goes_on(stub, bench, out, tmp_path, capsys):
 
 
 def test_many_settings_have_vanilla_beside_them(bench, out):
-    assert bench("lookup," + ",".join(f"failfast:tau={i / 10}" for i in range(harness.BLOCK))) == 0
+    assert bench("lookup," + ",".join(f"failfast:tau={i / 10}" for i in range(comparison.BLOCK))) == 0
     records = lines_of(out)
-    assert len({record["block"] for record in records}) == 2 and len(records) == 3 * (harness.BLOCK + 1 + 2)
+    assert len({record["block"] for record in records}) == 2 and len(records) == 3 * (comparison.BLOCK + 1 + 2)
     assert sum(record["setting"] == BASELINE for record in records) == 6
 
 
@@ -115,8 +108,8 @@ def test_cold_answers_are_thrown_away(stub, bench, out):
 
 
 def test_sweeps_report_the_best(bench, out, capsys, monkeypatch):
-    shown = ("sensitivity_spec_len", "sensitivity_tau", "acceptance_compute")
-    monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in shown})
+    shown = ("sensitivity_spec_len", "sensitivity_tau")
+    monkeypatch.setattr(plots, "FIGURES", {name: plots.FIGURES[name] for name in shown})
     sweep = ["--sweep", "failfast:tau=0.3|0.5"]
     assert bench("ar:spec_len=3:8,fast-dllm:spec_len=3:8", "--ar-drafter", "small", *sweep, "--figures") == 0
     text, found = capsys.readouterr().out, summary_of(out)
@@ -191,7 +184,8 @@ def test_differences(stub, bench, out, tmp_path, capsys):
     assert rows["failfast"]["verdicts"] == {EQUAL: 3, NEAR_TIE: 0, DIFFERENT: 0}
     # The gap is kept, so that another tolerance needs no other answers.
     assert bench("failfast,lookup", "--near-tie", "2.5") == 0
-    assert len(lines_of(out)) == 9 and "| 0 / 3 / 0 |" in capsys.readouterr().out
+    assert len(lines_of(out)) == 9
+    assert summary_of(out)["settings"]["lookup"]["verdicts"] == {EQUAL: 0, NEAR_TIE: 3, DIFFERENT: 0}
     exact = ("failfast,lookup", "--near-tie", "2.5", "--exact")
     assert bench(*exact) == 2
     assert "other settings (options exact: False there, True here)" in capsys.readouterr().err
@@ -203,10 +197,8 @@ def test_later_turns_follow_vanilla(tmp_path):
     dataset = Dataset(
         "talk", (Question("a/1", "Hello, you"), Question("a/2", "More", follows="a/1"), Question("b", "x"))
     )
-    comparison = Comparison(
-        StubEnginePool(stub), [dataset], [Row("lookup", "lookup")], GenerationConfig(), Journal(None, {})
-    )
-    comparison.run()
+    plan = Plan(RunConfig(), GenerationConfig(), [Row("lookup", "lookup")], [dataset])
+    Comparison(plan, StubEnginePool(stub)).run(AnswerLog())
     later = "<user>Hello, you<assistant>[10]<user>More"
     assert [prompt for *_, prompt in stub.given] == ["x"] * 2 + ["Hello, you"] * 2 + [later] * 2
 
@@ -218,7 +210,8 @@ def test_scores(stub, out, tmp_path, capsys, monkeypatch):
     stub.text = lambda prompt: "It is \\boxed{4}."
     args = ["--dataset", "gsm8k", "--data", str(file), "--methods", "lookup", "--no-figures", "--out", str(out)]
     assert main(args) == 0
-    assert capsys.readouterr().out.count("| 33 % |") == 2
+    settings = summary_of(out, "gsm8k")["settings"]
+    assert [settings[label]["score"] for label in (BASELINE, "lookup")] == [1 / 3, 1 / 3]
     assert [line["right"] for line in lines_of(out, "score")].count(True) == 1
     monkeypatch.setattr(run_command.scoring, "is_right", None)  # all are scored already
     assert main(args) == 0
@@ -227,12 +220,12 @@ def test_scores(stub, out, tmp_path, capsys, monkeypatch):
     assert main([*args, "--no-scores"]) == 0
 
 
-def test_humaneval_is_scored_by_running_it(stub, out, capsys):
+def test_humaneval_is_scored_by_running_it(stub, out):
     rests = {row["prompt"]: row["canonical_solution"] for row in humaneval_problems()[:1]}
     stub.text = lambda prompt: rests.get(prompt, "    pass\n")
     args = ["--dataset", "humaneval", "--limit", "2", "--methods", "lookup", "--no-figures", "--out", str(out)]
     assert main(args) == 0
-    assert capsys.readouterr().out.count("| 50 % |") == 2
+    assert {row["score"] for row in summary_of(out, "humaneval")["settings"].values()} == {0.5}
 
 
 CONFIG = """
@@ -274,6 +267,7 @@ def test_a_config_file(stub, bench, out, tmp_path):
         ("repeats: many", "--repeats 'many': must be an integer"),
         ("options: fast", "--options 'fast': must be a mapping"),
         ("options: {speed: 9}", "options: there is no option 'speed'"),
+        *((f"{name}: x", f"{name}: no longer an option: {REMOVED[name]}") for name in REMOVED),
         ("methods: [{method: ar, sweep: {spec_len: 3:20}}]", 'a range in quotes like "3:20"'),
         ("methods: [{name: ar}]", "must be text, or have the keys method, label, options, sweep"),
         ("dataset: [{file: x}]", "must be text, or have the keys name, data, limit, template"),
@@ -302,7 +296,7 @@ FILE = ["--dataset", "humaneval", "--methods", "failfast"]
         ([*FILE, "--repeats", "0"], "--repeats 0"),
         ([*FILE, "--engine", "ray", "--actors", "0"], "--actors 0: must be at least 1"),
         ([*FILE, "--set", "tau=2"], "--tau 2: must be in [0, 1]"),
-        ([*FILE, "--modelled", "1B"], "--modelled 1B: must be DRAFT:TARGET"),
+        *(([*FILE, f"--{name.replace('_', '-')}", "x"], f"{REMOVED[name]}") for name in REMOVED),
         ([*FILE, "--methods", "ar"], "ar: needs --ar-drafter, an autoregressive model"),
         ([*FILE, "--limit", "0"], "--limit 0: must be at least 1"),
         ([*FILE, "--max-new-tokens", "0"], "--max-new-tokens 0"),
@@ -364,7 +358,7 @@ def test_a_corpus_holds_the_questions_before(stub, bench, monkeypatch):
 
 def test_what_the_default_drafter_serves(monkeypatch):
     """What its configuration says; published drafters likewise."""
-    monkeypatch.setattr(engine_pool, "load_pair", lambda *sources, **_: StubEngine())
+    monkeypatch.setattr(engine_pool.FailFast, "load", lambda *sources, **_: StubEngine())
     default = engine_pool.EnginePool()
     served = ("failfast", "specdiff", "fast-dllm", "dflash", "dspark")
     assert all(default.missing(Row(m, m)) is None for m in served)
@@ -379,12 +373,12 @@ def test_what_the_default_drafter_serves(monkeypatch):
 def test_engines_share_their_target(monkeypatch, tmp_path):
     loaded = []
 
-    def load_pair(target=None, drafter=None, *, method, schedule=None, dtype=None, share=None):
+    def load(target=None, drafter=None, *, method, schedule=None):
         loaded.append((drafter, method, schedule))
-        assert (share is None) == (len(loaded) == 1)
+        assert isinstance(target, StubEngine) == (len(loaded) > 1)
         return StubEngine(max_seq_len=100 * len(loaded))
 
-    monkeypatch.setattr(engine_pool, "load_pair", load_pair)
+    monkeypatch.setattr(engine_pool.FailFast, "load", load)
     kinds = {"small": ("autoregressive", "ar")}
     monkeypatch.setattr(engine_pool, "own_method", lambda drafter: kinds.get(drafter, ("block-diffusion", "failfast")))
     common = GenerationConfig()
@@ -398,7 +392,7 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
     wide, aligned, dllm = ((None, "failfast", None), (None, "failfast", "aligned"), (None, "fast-dllm", None))
     assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", None)]
     assert found[0] is default.base and found[1] is found[2]
-    assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "dtype", "drafter"}
+    assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "drafter"}
 
     # Named drafters: one for all methods of its kind.
     loaded.clear()

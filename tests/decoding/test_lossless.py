@@ -16,7 +16,7 @@ from tiny_engines import lossless
 from tiny_models import VOCAB, diffusion_config, fond_dspark, fond_eagle, fond_of, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
-from failfast_jax.bench.verdicts import first_difference, logit_gap
+from failfast_jax.bench.comparison import first_difference, logit_gap
 from failfast_jax.decoding.exact_widths import WidthCheck
 from failfast_jax.engine import Result
 from failfast_jax.models.model_config import ModelConfig

@@ -9,62 +9,34 @@ full. Accepted tokens count beyond the answer's end, and tokens are accepted one
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from failfast_jax.util.records import Record
 
 
-@dataclasses.dataclass(frozen=True)
-class PassCounts:
-    """One answer's rounds, counted in one of the two ways.
+class ReleasedRounds(NamedTuple):
+    """The rounds of an answer: accepted and speculated tokens, and drafter passes, of each."""
 
-    Attributes:
-      tokens: of the answer.
-      accepted, speculated, passes: a round.
-    """
-
-    tokens: int
     accepted: tuple[int, ...]
     speculated: tuple[int, ...]
     passes: tuple[int, ...]
 
-    @property
-    def rounds(self) -> int:
-        """How many rounds there are."""
-        return len(self.accepted)
 
-
-def counts(record: Record, *, released: bool) -> PassCounts:
-    """An answer's rounds; those of `vanilla` draft nothing."""
-    entries = record["detail"]
-    if not entries:
-        nothing = (0,) * record["rounds"]
-        return PassCounts(record["tokens"], nothing, nothing, nothing)
-    if not released:
-        return PassCounts(
-            record["tokens"],
-            tuple(min(entry["accepted"], entry["emitted"]) for entry in entries),
-            tuple(entry["drafted"] for entry in entries),
-            tuple(entry["passes"] for entry in entries),
-        )
-    accepted = tuple(entry["accepted"] for entry in entries)
+def released_rounds(record: Record) -> ReleasedRounds:
+    """Counts an answer's rounds as the released code does."""
     speculated = tuple(lengths_asked_for(record))
-    return PassCounts(sum(accepted) + len(accepted), accepted, speculated, released_passes(record, speculated))
-
-
-def with_passes(records: Iterable[Record], *, released: bool) -> list[Record]:
-    """Records whose `drafter_passes` are counted in one of the two ways."""
-    return [{**r, "drafter_passes": sum(counts(r, released=released).passes)} if released else r for r in records]
+    accepted = tuple(entry["accepted"] for entry in record["detail"])
+    return ReleasedRounds(accepted, speculated, released_passes(record, speculated))
 
 
 def lengths_asked_for(record: Record) -> Iterator[int]:
-    """Lengths of the drafts before a stop token cut them: multiples of the chunk, or the fixed length."""
+    """Yields the lengths of drafts before a stop token cut them: multiples of the chunk, or the fixed length."""
     drafter, rejected = record["drafter"], []
     for entry in record["detail"]:
         drafted = entry["drafted"]
         uncut = drafter["kind"] == "other" or (drafter["kind"] == "ar" and drafter["grows"])
-        if uncut or own_length(record, entry, rejected) < drafted:
+        if uncut or drafted_length(record, entry, rejected) < drafted:
             yield drafted
         else:
             chunk = drafter["spec_len"]
@@ -73,17 +45,17 @@ def lengths_asked_for(record: Record) -> Iterator[int]:
 
 
 def released_passes(record: Record, speculated: Sequence[int]) -> tuple[int, ...]:
-    """Drafter passes of each round, as the released code makes and counts them."""
+    """Returns the drafter passes of each round, as the released code makes and counts them."""
     drafter = record["drafter"]
     if drafter["kind"] == "ar":
         return tuple(speculated)
     if drafter["kind"] == "other":
         return tuple(entry["passes"] for entry in record["detail"])
-    return tuple(own + prefill for own, prefill in aligned_passes(record))
+    return tuple(map(sum, aligned_passes(record)))
 
 
 def aligned_passes(record: Record) -> Iterator[tuple[int, int]]:
-    """Of each round of an `aligned` drafter: passes that make the draft, and prefills (0 or 1)."""
+    """Yields for each round of an `aligned` drafter the passes that make the draft, and prefills (0 or 1)."""
     block, shift = record["drafter"]["block"], record["drafter"]["shift"]
     length, cached, kept = record["prompt_tokens"], None, None
     rejected: list[int] = []
@@ -91,7 +63,7 @@ def aligned_passes(record: Record) -> Iterator[tuple[int, int]]:
         begun = length // block
         # Blocks that ours stores first. What the prompt lacks belongs to the prefill and is not counted.
         stored = 0 if cached is None else begun - cached
-        crossed = max((length + own_length(record, entry, rejected) - 1) // block - begun, 0)
+        crossed = max((length + drafted_length(record, entry, rejected) - 1) // block - begun, 0)
         prefill = int(length > block and kept != begun * block)
         kept = block if crossed else begun * block if length > block else None
         yield entry["passes"] - stored, prefill
@@ -101,18 +73,18 @@ def aligned_passes(record: Record) -> Iterator[tuple[int, int]]:
         rejected = entry["ids"][entry["accepted"] + 1 :]
 
 
-def own_length(record: Record, entry: Record, rejected: Sequence[int]) -> int:
-    """Tokens of a draft that a pass made: without those that were reused."""
+def drafted_length(record: Record, entry: Record, rejected: Sequence[int]) -> int:
+    """Counts the tokens of a draft that a pass made: without those that were reused."""
     ids, chunk = entry["ids"], record["drafter"]["spec_len"]
     if record["options"].get("reuse"):
         for size in range(chunk, len(ids), chunk):
-            if ids[size:] == tail_behind(ids[:size], rejected):
+            if ids[size:] == tail_after(ids[:size], rejected):
                 return size
     return len(ids)
 
 
-def tail_behind(draft: Sequence[int], rejected: Sequence[int]) -> list[int]:
-    """What follows the longest end of a draft, of two tokens or more, where it first stands among the rejected ones."""
+def tail_after(draft: Sequence[int], rejected: Sequence[int]) -> list[int]:
+    """Returns the tokens after the first place in `rejected` of the draft's longest end, of two tokens or more."""
     for size in range(len(draft), 1, -1):
         for at in range(len(rejected) - size + 1):
             if list(rejected[at : at + size]) == list(draft[-size:]):

@@ -14,9 +14,13 @@ from scipy.optimize import brentq
 
 from failfast_jax.drafters import METHODS
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
-from failfast_jax.public_data.acceptance_law import appendix_b, speedup_limit
+from failfast_jax.public_data.acceptance_law import appendix_b
 
 LARGEST = "Qwen2.5-32B-Instruct"
+THEORY_LENGTHS = range(2, 61)
+THEORY_PASSES: dict[str, Callable[[int], int]] = {"ar": lambda n: n, "failfast": lambda n: -(-n // 8) + 1}
+"""Drafter passes that the paper takes for a draft of n tokens: the autoregressive drafter's, a pass a token; and the
+block-diffusion one's, a pass for each eight and one more, for its cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,34 +30,32 @@ class Latency:
     Attributes:
       draft_pass: of the drafter.
       target_step: of the target, whether it decodes one token or verifies a draft.
-      name: of where it holds.
+      name: of the place where it holds.
     """
 
     draft_pass: float
     target_step: float
     name: str = ""
 
-    def speedup(self, *, tokens: float, rounds: float, passes: float) -> float:
-        """Speedup over vanilla decoding of `tokens` in `rounds` with `passes` of the drafter in all."""
-        return speedup_limit(tokens / rounds - 1, passes / rounds, self.target_step, self.draft_pass)
-
 
 def is_priced(method: str) -> bool:
-    """Whether the authors' latency of a drafter pass, that of a model of 1.5B, holds for a method's drafters: not for
-    those of a layer or so that read the target's features, which the paper has timed and not modelled."""
+    """Returns whether the authors' latency of a drafter pass, that of a model of 1.5B, holds for a method's drafters.
+
+    It does not for those of a layer or so that read the target's features, which the paper has timed, not modelled.
+    """
     kinds = METHODS[method].kinds
     return not kinds or not {AUTOREGRESSIVE, BLOCK_DIFFUSION}.isdisjoint(kinds)
 
 
 def authors_latencies() -> dict[str, Latency]:
-    """The authors' constants, by the target's name without the organisation."""
+    """Returns the authors' constants, by the target's name without the organisation."""
     constants = appendix_b()["authors_latency_ms"]
     steps = constants["target_step"].items()
     return {name: Latency(constants["drafter_pass"], step, f"A6000, {name}") for name, step in steps}
 
 
 def parse_latency(text: str) -> Latency:
-    """`DRAFT:TARGET` in ms, or the size of a target of the paper (`32B`).
+    """Returns `DRAFT:TARGET` in ms, or the latencies of a size of the paper's targets (`32B`).
 
     Raises:
       ValueError: neither.
@@ -71,16 +73,16 @@ def parse_latency(text: str) -> Latency:
 
 
 def latency_for(target: str | None) -> Latency:
-    """The constants of the paper's target that a model's name contains; else of the largest."""
-    found = authors_latencies()
-    return found[next((name for name in found if name.lower() in str(target).lower()), LARGEST)]
+    """Returns the constants of the paper's target that a model's name contains; else of the largest."""
+    latencies = authors_latencies()
+    return latencies[next((name for name in latencies if name.lower() in str(target).lower()), LARGEST)]
 
 
 # -- Leviathan et al., Theorem 3.8 ---------------------------------------------------------------------------
 
 
 def expected_speedup(alpha: float, length: float, draft_cost: float) -> float:
-    """Speedup of drafts of `length` tokens, each accepted with probability `alpha` if those before it were.
+    """Returns the speedup of drafts of `length` tokens, each accepted with probability `alpha` if those before it were.
 
     `draft_cost` is that of the whole draft, in steps of the target (gamma * c in the theorem).
     """
@@ -88,25 +90,8 @@ def expected_speedup(alpha: float, length: float, draft_cost: float) -> float:
     return tokens / (draft_cost + 1)
 
 
-THEORY_LENGTHS = range(2, 61)
-THEORY_PASSES: dict[str, Callable[[int], int]] = {"ar": lambda n: n, "failfast": lambda n: -(-n // 8) + 1}
-"""Drafter passes that the paper takes for a draft of n tokens: the autoregressive drafter's, a pass a token; and the
-block-diffusion one's, a pass for each eight and one more, for its cache."""
-
-
-def theory_curve(method: str, acceptance_rate: float, length: float, latency: Latency) -> list[float]:
-    """The paper's theoretical speedup at each of `THEORY_LENGTHS`.
-
-    Args:
-      method: of `THEORY_PASSES`.
-      acceptance_rate: as measured with drafts of `length` tokens, between 0 and 1; it is freed of that length.
-    """
-    alpha, step = alpha_of(acceptance_rate, length), latency.draft_pass / latency.target_step
-    return [expected_speedup(alpha, n, step * THEORY_PASSES[method](n)) for n in THEORY_LENGTHS]
-
-
 def alpha_of(acceptance_rate: float, length: float) -> float:
-    """The `alpha` at which drafts of `length` tokens have that share of accepted tokens, which is below 1.
+    """Returns the `alpha` at which drafts of `length` tokens have that share of accepted tokens, which is below 1.
 
     Accepted are alpha + alpha^2 + ... + alpha^length tokens of `length`.
     """
@@ -115,3 +100,16 @@ def alpha_of(acceptance_rate: float, length: float) -> float:
         return alpha * (1 - alpha**length) / (1 - alpha) / length - acceptance_rate
 
     return brentq(excess, 0.0, 1 - 1e-9)
+
+
+def theory_curves() -> dict[str, list[float]]:
+    """Returns the theoretical speedups of the paper's two drafters (Qwen2.5-32B, MATH) at `THEORY_LENGTHS`.
+
+    Each has the acceptance rate of Appendix B, freed of the length that it was measured with.
+    """
+    latency, curves = authors_latencies()[LARGEST], {}
+    for label, method in (("autoregressive drafter", "ar"), ("block-diffusion drafter, one pass", "failfast")):
+        row = appendix_b()[LARGEST][method]["MATH"]
+        alpha, step = alpha_of(row["acceptance_rate"], row["mean_speculated"]), latency.draft_pass / latency.target_step
+        curves[label] = [expected_speedup(alpha, n, step * THEORY_PASSES[method](n)) for n in THEORY_LENGTHS]
+    return curves

@@ -1,0 +1,190 @@
+"""Records of a comparison: answers, differences from `vanilla` and scores, and the answers as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from failfast_jax.bench.rows import BASELINE
+from failfast_jax.errors import ConfigError
+from failfast_jax.results import Result, Round, Stats
+from failfast_jax.util.records import Journal, Record, read_lines
+
+RECORDS = "records.jsonl"
+ANSWER, DIFFERENCE, SCORE = "answer", "difference", "score"
+"""Kinds of records: an answer, the place where one leaves `vanilla`'s, a score of a text."""
+EQUAL, NEAR_TIE, DIFFERENT = VERDICTS = ("equal", "near-tie", "different")
+OTHER_SAMPLE = "other sample"
+"""Verdict on rows that promise `vanilla`'s distribution, not its tokens."""
+KEYS = {
+    ANSWER: ("dataset", "question", "repeat", "setting", "block"),
+    DIFFERENCE: ("dataset", "question", "repeat", "setting"),
+    SCORE: ("dataset", "question", "text"),
+}
+
+
+def key_of(kind: str, record: Record) -> tuple:
+    """Returns the fields that name a record's subject. Only `vanilla` answers a question once per block of rows."""
+    key = tuple(record[name] for name in KEYS[kind])
+    return key[:-1] if kind == ANSWER and record["setting"] != BASELINE else key
+
+
+def to_record(result: Result, batch: int = 1) -> Record:
+    """Returns the record of an answer: enough for every table, figure and trajectory.
+
+    Rounds of `vanilla` are one token each and are left out. An answer of a batch has an equal share of its time.
+    """
+    counts = ("rounds", "drafted", "accepted", "drafter_passes", "target_passes")
+    detail = [
+        {
+            "drafted": len(entry.drafted),
+            "ids": entry.drafted,
+            "accepted": entry.accepted,
+            "emitted": len(entry.emitted),
+            "passes": entry.passes,
+            # Rounded: float32 has no tenths, and 0.7 belongs to the bin that starts there.
+            "confidence": [round(value, 6) for value in entry.confidence],
+            **({"nodes": len(entry.tree["tokens"])} if entry.tree else {}),
+        }
+        for entry in result.rounds
+    ]
+    return {
+        "method": result.method,
+        **{name: getattr(result.stats, name) / batch for name in ("decode_s", "prefill_s")},
+        **{name: getattr(result.stats, name) for name in counts},
+        "prompt_tokens": len(result.prompt_ids),
+        "tokens": len(result.output_ids),
+        "finish_reason": result.finish_reason,
+        "output_ids": result.output_ids,
+        "detail": [] if result.method == BASELINE else detail,
+    }
+
+
+def result_of(record: Record) -> Result:
+    """Returns an answer from its record, without its text.
+
+    Raises:
+      ValueError: it was recorded without the drafted tokens.
+    """
+    rounds, at = [], 0
+    ids = record["output_ids"]
+    for entry in record["detail"]:
+        if "ids" not in entry:
+            raise ValueError(f"{record['setting']}, question {record['question']}: recorded without drafted ids")
+        emitted = ids[at : at + entry["emitted"]]
+        rounds.append(Round(entry["ids"], entry["confidence"], entry["accepted"], emitted, entry["passes"]))
+        at += len(emitted)
+    rounds += [Round([], [], 0, [token], 0) for token in ids[at:]]  # of `vanilla`
+    kept = {name: record.get(name, 0) for name in (field.name for field in dataclasses.fields(Stats))}
+    speed = len(ids) / record["decode_s"] if record.get("decode_s") else 0.0
+    stats = Stats(**{**kept, "rounds": len(rounds), "costs": None, "tokens_per_s": speed})
+    return Result([], ids, None, record["finish_reason"], record["setting"], stats, rounds)
+
+
+class AnswerLog(Journal):
+    """A journal whose records are also kept by kind and `key_of`, the newest of a key.
+
+    Attributes:
+      answers, differences, scores: records by key.
+    """
+
+    def __init__(self, path: Path | None = None, identity: Record | None = None, machine: Record | None = None) -> None:
+        super().__init__(path, identity or {}, machine)
+        self.by_kind: dict[str, dict[tuple, Record]] = {kind: {} for kind in KEYS}
+        self.answers, self.differences, self.scores = self.by_kind.values()
+        for record in self.records:
+            try:
+                self._keep(record)
+            except (KeyError, TypeError):
+                keys = ", ".join(KEYS[record["kind"]])
+                raise ConfigError(f"{path}: a line of kind {record['kind']} lacks {keys}; it was changed") from None
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> AnswerLog:
+        """Returns a log in memory."""
+        log = cls()
+        for record in records:
+            log.append(record)
+        return log
+
+    @classmethod
+    def read(cls, folder: Path) -> AnswerLog:
+        """Returns the records of a run's folder, to look at.
+
+        Raises:
+          ValueError: there are none.
+        """
+        path = folder / RECORDS
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        log = cls.of(read_lines(path)[0])
+        if not log.answers:
+            raise ValueError(f"{path}: holds no answers")
+        return log
+
+    def _keep(self, record: Record) -> None:
+        if str(record.get("kind")) in self.by_kind:
+            self.by_kind[record["kind"]][key_of(record["kind"], record)] = record
+
+    def append(self, record: Record) -> None:
+        super().append(record)
+        self._keep(record)
+
+    def baseline_of(self, record: Record) -> Record | None:
+        """Returns `vanilla`'s answer that was timed back to back with this one."""
+        return self.answers.get((record["dataset"], record["question"], record["repeat"], BASELINE, record["block"]))
+
+    def verdict(self, record: Record, near_tie: float, exact: bool) -> str | None:
+        """Compares an answer with `vanilla`'s beside it.
+
+        Args:
+          near_tie: gap of the target's two best logits below which a difference is excused.
+          exact: nothing is excused.
+        """
+        baseline, difference = self.baseline_of(record), self.differences.get(key_of(DIFFERENCE, record))
+        if baseline is None or baseline["output_ids"] == record["output_ids"]:
+            return EQUAL
+        if difference is not None and not exact and difference["logit_gap"] < near_tie:
+            return NEAR_TIE
+        return DIFFERENT if record.get("compared", True) else OTHER_SAMPLE
+
+    def frame(self, near_tie: float = 0.0, exact: bool = False) -> pd.DataFrame:
+        """Returns the answers that were timed beside `vanilla`'s, one a line.
+
+        A killed run's last turn may lack `vanilla`'s answer. Added to the records' fields are `vanilla_s`, `verdict`
+        (see there for the arguments) and, from the rounds: `accepted`, the drafted tokens that became output (a last
+        draft may agree beyond the answer's end), `verified`, rows of all verifies, `max_accepted` and `max_drafted`.
+        """
+        lines = []
+        for record in self.answers.values():
+            if (baseline := self.baseline_of(record)) is None:
+                continue
+            rounds = record["detail"]
+            accepted = [min(entry["accepted"], entry["emitted"]) for entry in rounds]
+            line = {
+                "vanilla_s": baseline["decode_s"],
+                "verdict": self.verdict(record, near_tie, exact),
+                "accepted": sum(accepted),
+                "verified": sum(entry.get("nodes", entry["drafted"]) for entry in rounds) + record["rounds"],
+                "max_accepted": max(accepted, default=np.nan),
+                "max_drafted": max((entry["drafted"] for entry in rounds), default=np.nan),
+            }
+            lines.append(record | line)
+        return pd.DataFrame(lines)
+
+
+def rounds_of(answers: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rounds of answers that drafted anything, one a line: `dataset`, `setting`, and the round's fields.
+
+    `accepted` is all that the target agreed with, beyond an answer's end, too.
+    """
+    detail = answers[["dataset", "setting", "detail"]].explode("detail").dropna(subset="detail").reset_index(drop=True)
+    fields = pd.DataFrame(
+        detail.pop("detail").tolist(), columns=["drafted", "accepted", "emitted", "passes", "confidence"]
+    )
+    rounds = detail.join(fields)
+    return rounds[rounds.drafted > 0]

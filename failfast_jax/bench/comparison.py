@@ -1,0 +1,364 @@
+"""Compares rows: each question is answered with `vanilla` and with each row, back to back.
+
+The order is reversed from question to question, so that a drift of the machine evens out. An answer that had to
+compile or read a program is a warm-up: it is thrown away and given again. Whatever was recorded is not done again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from failfast_jax.bench.answer_log import ANSWER, DIFFERENCE, DIFFERENT, NEAR_TIE, AnswerLog, key_of, to_record
+from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench.rows import BASELINE, CORPUS, VANILLA, Row, all_options
+from failfast_jax.bench.run_config import RunConfig
+from failfast_jax.drafters.suffix import Corpus
+from failfast_jax.engine import FailFast, Prompt, Result
+from failfast_jax.errors import PromptError
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.models.sharding import whole
+from failfast_jax.public_data.question_sets import Dataset, Question, stamp
+from failfast_jax.text_stream import text_of
+from failfast_jax.util.hardware import machine
+from failfast_jax.util.progress import progress_bar
+
+WARM_UPS = 3
+"""Maximum answers of one question and row that are thrown away because they compiled something."""
+BLOCK = 6
+"""Rows that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
+Place = tuple[str, str]
+"""A dataset's name and a question's id."""
+
+
+class Plan(NamedTuple):
+    """The work of a run; `common` are the options of rows that do not say otherwise."""
+
+    config: RunConfig
+    common: GenerationConfig
+    rows: list[Row]
+    datasets: list[Dataset]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Questions (one, or a batch) answered once by `vanilla` and by each row of a block.
+
+    Attributes:
+      number: of the first question, in the order in which they are asked, from 1.
+      block: the block's name.
+      reverse: whether the last row begins.
+    """
+
+    dataset: Dataset
+    questions: list[Question]
+    number: int
+    repeat: int
+    block: str
+    rows: list[Row]
+    reverse: bool
+
+    def in_order(self) -> list[Row]:
+        """Returns the rows and `vanilla`, in the order in which they answer."""
+        return [VANILLA, *self.rows][:: -1 if self.reverse else 1]
+
+
+def turns_of(ordered: Sequence[tuple[Dataset, list[Question]]], rows: Sequence[Row], repeats: int) -> Iterator[Turn]:
+    """Yields all turns, in order; a block is of one batch size, and its name changes with its members.
+
+    Args:
+      ordered: datasets with their questions in the order in which they are asked.
+
+    Raises:
+      ValueError: questions that cannot be asked in batches of this size.
+    """
+    by_batch = [[row for row in rows if row.batch == batch] for batch in dict.fromkeys(row.batch for row in rows)]
+    blocks = [group[at : at + BLOCK] for group in by_batch for at in range(0, len(group), BLOCK)]
+    for (dataset, questions), block, repeat in itertools.product(ordered, blocks, range(repeats)):
+        batch = block[0].batch
+        if batch > 1 and len(questions) % batch:
+            raise ValueError(
+                f"{block[0].label}: {dataset.name} has {len(questions)} questions, no multiple of batch {batch}; "
+                "change --limit"
+            )
+        if batch > 1 and any(question.follows is not None for question in questions):
+            raise ValueError(f"{block[0].label}: {dataset.name} has conversations, which take batch 1")
+        name = stamp([row.label for row in block])
+        for index in range(0, len(questions), batch):
+            together, reverse = questions[index : index + batch], bool((repeat + index // batch) % 2)
+            yield Turn(dataset, together, index + 1, repeat, name, block, reverse)
+
+
+def missing_rows(turn: Turn, log: AnswerLog) -> list[Row]:
+    """Returns the rows of a turn that have no record. `vanilla` is one of them if others need it."""
+    places = [(turn.dataset.name, question.id, turn.repeat) for question in turn.questions]
+    records = {row.label: [log.answers.get((*place, row.label)) for place in places] for row in turn.rows}
+    missing = [row for row in turn.rows if None in records[row.label]]
+    answered_here = any(record and record["block"] == turn.block for answers in records.values() for record in answers)
+    if (missing or answered_here) and any((*place, BASELINE, turn.block) not in log.answers for place in places):
+        missing.insert(0, VANILLA)
+    return missing
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Returns the index of the first differing token; None if the lists are equal."""
+    for index, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def logit_gap(engine: FailFast, ids: list[int]) -> float:
+    """Returns the difference of the target's two best logits for the token after `ids`."""
+    logits = np.asarray(whole(engine.target.logits([ids])))[0, -1]
+    second, best = np.partition(logits, -2)[-2:]
+    return float(best - second)
+
+
+def warm_answers(engine: FailFast, prompts: list[list[int]], config: GenerationConfig) -> list[Result]:
+    """Returns answers that neither compiled a program nor read one from the cache."""
+    for _ in range(WARM_UPS):
+        results = engine.generate(prompts, config)
+        if not results[0].stats.compiles + results[0].stats.cache_hits:
+            return results
+    return engine.generate(prompts, config)
+
+
+def promises_equality(config: GenerationConfig) -> bool:
+    """Returns whether the output is `vanilla`'s: rejection sampling has its distribution, but draws other samples."""
+    return config.temperature == 0 or config.acceptance != "rejection"
+
+
+class Comparison:
+    """The engines of one process, and their answers to the questions of a plan.
+
+    Args:
+      engines: None: those that the plan's configuration names.
+
+    Attributes:
+      rows: those that can run here.
+      left_out: labels of the others, which are optional, with the reason.
+      log: the records; `run` sets it.
+
+    Raises:
+      ValueError: a model or row that cannot be served; nothing has been answered then.
+    """
+
+    def __init__(self, plan: Plan, engines: EnginePool | None = None):
+        config = plan.config
+        self.plan, self.log = plan, AnswerLog()
+        self.engines = engines or EnginePool(
+            config.target,
+            config.drafter,
+            config.ar_drafter,
+            dtype=config.dtype,
+            tensor_parallel=config.tensor_parallel,
+            attention=config.attention,
+        )
+        if config.scores and self.engines.base.tokenizer is None and any(d.scoring for d in plan.datasets):
+            name = self.engines.base.target_name
+            raise ValueError(f"{name} has no tokenizer, so that answers have no text: --no-scores")
+        self._configs = {row.label: row.config(plan.common) for row in (VANILLA, *plan.rows)}
+        self._shapes: dict[str, dict[str, Any]] = {}
+        self.left_out: dict[str, str] = {}
+        for row in (VANILLA, *plan.rows):
+            try:
+                self._shapes[row.label] = self.engines.prepare(row, self._configs[row.label])
+            except ValueError as error:
+                if not row.optional:
+                    raise
+                self.left_out[row.label] = str(error).removeprefix(f"{row.label}: ")
+                print(f"left out: {row.label}: {self.left_out[row.label]}", file=sys.stderr)
+        self.rows = [row for row in plan.rows if row.label not in self.left_out]
+        if not self.rows:
+            raise ValueError("--methods: none of them can run here")
+        self._questions = {(d.name, q.id): q for d in plan.datasets for q in d.questions}
+        self._ids: dict[Place, list[int]] = {}
+        self._warm: set[tuple] = set()
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a report says of the machine and the models, and what records must agree on."""
+        host = machine()
+        identity = {
+            **self.engines.identity(),
+            "options": all_options(self.plan.common),
+            "machine": {name: host[name] for name in ("device", "processor", "cores", "jax")},
+        }
+        return {"identity": identity, "machine": host, "models": self.engines.names(), "left_out": self.left_out}
+
+    def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """Returns answers as text."""
+        return [text_of(self.engines.base.tokenizer, ids) for ids in answers]
+
+    # -- prompts -----------------------------------------------------------------------------------------
+
+    def _vanilla_ids(self, dataset: Dataset, question: Question) -> list[int]:
+        """Returns `vanilla`'s answer, of which all have the same tokens."""
+        place = dataset.name, question.id, BASELINE
+        answers = self.log.answers.values()
+        return next(a["output_ids"] for a in answers if (a["dataset"], a["question"], a["setting"]) == place)
+
+    def _messages(self, dataset: Dataset, question: Question) -> Prompt:
+        """Returns the prompt, after the turns that it follows and `vanilla`'s answers to them."""
+        if question.follows is None:
+            return question.prompt
+        before = self._questions[dataset.name, question.follows]
+        earlier = self._messages(dataset, before)
+        turns = [{"role": "user", "content": earlier}] if isinstance(earlier, str) else list(earlier)
+        (answer,) = self.texts([self._vanilla_ids(dataset, before)])
+        return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": question.prompt}]
+
+    def encode(self, dataset: Dataset, question: Question) -> list[int]:
+        """Returns the token ids of the prompt, and of the turns before it.
+
+        Raises:
+          PromptError: there is no room for them.
+        """
+        key, room = (dataset.name, question.id), self.engines.max_seq_len
+        if key not in self._ids:
+            where = f"{dataset.name}, question {question.id}"
+            try:
+                ids = self.engines.base.encode(self._messages(dataset, question))
+            except PromptError as error:
+                raise PromptError(f"{where}: {error}") from None
+            if len(ids) >= room:
+                raise PromptError(f"{where}: its {len(ids)} tokens leave no room, the models have it for {room}")
+            self._ids[key] = ids
+        return self._ids[key]
+
+    def _in_order(self, dataset: Dataset) -> list[Question]:
+        """Sorts by prompt length, on which programs depend; later turns come after those they follow."""
+
+        def place(question: Question) -> tuple[int, int]:
+            depth, first = 0, question
+            while first.follows is not None:
+                depth, first = depth + 1, self._questions[dataset.name, first.follows]
+            return depth, len(self.encode(dataset, first))
+
+        return sorted(dataset.questions, key=place)
+
+    # -- answers -----------------------------------------------------------------------------------------
+
+    def run(self, log: AnswerLog, only: Collection[Place] | None = None) -> None:
+        """Answers what has no record yet: all questions, or `only` these.
+
+        Raises:
+          ValueError: records of other options or prompts, or a prompt that cannot be served; nothing has been answered.
+        """
+        self.log = log
+        self._check_records()
+        ordered = [(dataset, self._in_order(dataset)) for dataset in self.plan.datasets]
+        turns = list(turns_of(ordered, self.rows, self.plan.config.repeats))
+        turns = [turn for turn in turns if only is None or (turn.dataset.name, turn.questions[0].id) in only]
+        missing = sum(len(missing_rows(turn, log)) * len(turn.questions) for turn in turns)
+        total = sum((1 + len(turn.rows)) * len(turn.questions) for turn in turns)
+        with progress_bar("bench", "answer", total=total, initial=total - missing) as bar:
+            for turn in turns:
+                self._answer(turn, bar)
+                self._compare(turn, bar)
+
+    def _check_records(self) -> None:
+        """Raises ValueError unless labels and questions stand for the same options and prompts in records and now."""
+        options = {row.label: dict(row.options) for row in self.rows}
+        stamps = {}
+        for record in self.log.answers.values():
+            label = record["setting"]
+            stamps[record["dataset"], record["question"]] = record["prompt_stamp"]
+            if options.get(label, record["options"]) != record["options"]:
+                raise ValueError(
+                    f"{self.log.path}: {label} was answered with other options ({record['options']} there, "
+                    f"{options[label]} here); name another --out"
+                )
+        for dataset in self.plan.datasets:
+            for question in dataset.questions:
+                if question.follows is None:
+                    now = stamp(self.encode(dataset, question))
+                    if stamps.get((dataset.name, question.id), now) != now:
+                        place = f"prompt {question.id} of {dataset.name}"
+                        raise ValueError(f"{self.log.path}: made with other settings ({place}); name another --out")
+
+    def _engine(self, row: Row) -> FailFast:
+        return self.engines.get(row, self._configs[row.label])
+
+    def _results(self, row: Row, dataset: Dataset, questions: list[Question]) -> list[Result]:
+        """Returns warm answers to questions that are asked together.
+
+        A row's corpus holds the questions before the first one, and `vanilla`'s answers to them.
+        """
+        engine, config = self._engine(row), self._configs[row.label]
+        engine.corpus = None
+        if CORPUS in row.options:
+            engine.corpus = Corpus(row.options[CORPUS])
+            for earlier in itertools.takewhile(lambda other: other != questions[0], self._in_order(dataset)):
+                engine.corpus.add(self.encode(dataset, earlier) + self._vanilla_ids(dataset, earlier))
+        prompts = [self.encode(dataset, question) for question in questions]
+        longest = max(map(len, prompts)) + config.max_new_tokens
+        bucket = (row.label, len(prompts), longest.bit_length())
+        if bucket not in self._warm:
+            next(engine.stream(prompts, config))  # compiles everything, and stops after one round
+            self._warm.add(bucket)
+        return warm_answers(engine, prompts, config)
+
+    def _answer(self, turn: Turn, bar: tqdm) -> None:
+        """Gives and records the answers of a turn that have no record."""
+        dataset, missing = turn.dataset, missing_rows(turn, self.log)
+        for position, row in enumerate(turn.in_order()):
+            if row not in missing:
+                continue
+            bar.set_postfix_str(f"{dataset.name} {turn.number} of {len(dataset.questions)}, {row.label}")
+            results = self._results(row, dataset, turn.questions)
+            for question, result in zip(turn.questions, results):
+                record = {
+                    "kind": ANSWER,
+                    "dataset": dataset.name,
+                    "question": question.id,
+                    "place": dataset.questions.index(question),
+                    "repeat": turn.repeat,
+                    "setting": row.label,
+                    "options": dict(row.options),
+                    "block": turn.block,
+                    "position": position,
+                    "session": self.log.session,
+                    "prompt_stamp": stamp(self.encode(dataset, question)),
+                    "compared": promises_equality(self._configs[row.label]),
+                    "drafter": self._shapes[row.label],
+                    **to_record(result, len(results)),
+                }
+                self.log.append(record)
+                bar.update()
+
+    def _compare(self, turn: Turn, bar: tqdm) -> None:
+        """Notes where answers of a turn leave `vanilla`'s, and how close the target's two best logits are there."""
+        dataset, config = turn.dataset, self.plan.config
+        for row, question in itertools.product(turn.rows, turn.questions):
+            record = self.log.answers[dataset.name, question.id, turn.repeat, row.label]
+            baseline = self.log.baseline_of(record)
+            if baseline is None or not record["compared"] or key_of(DIFFERENCE, record) in self.log.differences:
+                continue
+            at = first_difference(baseline["output_ids"], record["output_ids"])
+            if at is None:
+                continue
+            gap = logit_gap(self._engine(row), self.encode(dataset, question) + baseline["output_ids"][:at])
+            place = {name: record[name] for name in ("dataset", "question", "repeat", "setting")}
+            self.log.append({"kind": DIFFERENCE, **place, "first_difference": at, "logit_gap": gap})
+            verdict = NEAR_TIE if gap < config.near_tie and not self.plan.common.exact else DIFFERENT
+            bar.write(
+                f"{row.label}, {dataset.name} question {question.id}: {verdict} at token {at}, logit gap {gap:.2e}",
+                file=sys.stderr,
+            )
+
+
+def planned_answers(log: AnswerLog, plan: Plan, rows: Sequence[Row]) -> pd.DataFrame:
+    """Returns the answers of a log that a plan asks for, in the order of its questions, whoever answered first."""
+    answers = log.frame(plan.config.near_tie, plan.common.exact)
+    order = {(d.name, q.id): at for at, (d, q) in enumerate((d, q) for d in plan.datasets for q in d.questions)}
+    answers["order"] = [order.get(place, -1) for place in zip(answers.dataset, answers.question)]
+    asked = answers.setting.isin([BASELINE, *(row.label for row in rows)]) & (answers.repeat < plan.config.repeats)
+    return answers[asked & (answers.order >= 0)].sort_values(["order", "repeat"], kind="stable")

@@ -1,0 +1,253 @@
+"""The figures of a benchmark, from its records.
+
+Reads a run's `records.jsonl` (and `summary.json`, for its rows' names), and writes each figure as PNG and SVG. A figure
+that the records cannot fill is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from failfast_jax.bench.answer_log import AnswerLog, rounds_of
+from failfast_jax.bench.rows import BASELINE, BATCH
+from failfast_jax.bench.summary import BINS, calibrations, totals
+from failfast_jax.util.command_line import import_optional
+from failfast_jax.util.files import write_atomically
+
+SENSITIVE = {
+    "tau": "confidence threshold tau",
+    "spec_len": "chunk length N",
+    "max_spec_len": "longest draft",
+    BATCH: "sequences in a batch",
+}
+OR_WITHOUT = ", or leave them out with --no-figures"
+
+
+class NoData(Exception):
+    """The records lack what a figure shows; the message says what."""
+
+
+class RunAnswers(NamedTuple):
+    """The answers of a run's folder, and the rows of its tables.
+
+    Attributes:
+      answers: see `AnswerLog.frame`.
+      names: by dataset, labels with a line of their own (no points of sweeps but the best), and its name.
+    """
+
+    answers: pd.DataFrame
+    names: dict[str, dict[str, str]]
+
+    @classmethod
+    def read(cls, folder: Path, last_only: bool = True) -> RunAnswers:
+        """Reads a folder; `last_only`: leaves out rows that the last command did not ask for.
+
+        Raises:
+          ValueError: it holds no answers.
+        """
+        answers = AnswerLog.read(folder).frame()
+        summary = folder / "summary.json"
+        known = json.loads(summary.read_text(encoding="utf-8")).get("datasets", {}) if summary.is_file() else {}
+        if known and last_only:
+            places = {(dataset, label) for dataset, about in known.items() for label in about["settings"]}
+            answers = answers[[place in places for place in zip(answers.dataset, answers.setting)]]
+        names = {}
+        for dataset, group in answers.groupby("dataset", sort=False):
+            rows = known[dataset]["rows"] if dataset in known else {label: label for label in group.setting.unique()}
+            names[dataset] = {label: name for label, name in rows.items() if label != BASELINE}
+        return cls(answers, names)
+
+    def labels(self) -> dict[str, str]:
+        """Returns every label with a line in any dataset."""
+        return {label: name for names in self.names.values() for label, name in names.items()}
+
+    def colours(self) -> dict[str, str]:
+        """Returns matplotlib's colours by label, in turn."""
+        return {label: f"C{index}" for index, label in enumerate(self.labels())}
+
+    def of(self, dataset: str) -> pd.DataFrame:
+        """Returns the answers to a dataset's questions."""
+        return self.answers[self.answers.dataset == dataset]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def figure_class(otherwise: str = "") -> Any:
+    """Returns matplotlib's `Figure`, which without pyplot draws with Agg and needs no display.
+
+    Args:
+      otherwise: the alternative in the message, `OR_WITHOUT` of commands with that flag.
+
+    Raises:
+      OptionError: matplotlib is not installed; the message names the extra.
+    """
+    figure = import_optional("matplotlib.figure", "figures", "plot", otherwise)
+    import_optional("matplotlib", "figures").rcParams["text.parse_math"] = False  # a $ in a file's name is no formula
+    return figure.Figure
+
+
+def panels(count: int, width: float = 5.5) -> tuple[Any, list[Any]]:
+    """Returns a figure of `count` panels side by side."""
+    figure = figure_class()(figsize=(width * count, 4), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def per_dataset(run: RunAnswers, draw: Callable[[Any, str], None], **labels: Any) -> Any:
+    """Returns a figure with a panel per dataset, on which `draw(axis, dataset)` draws lines.
+
+    Raises:
+      NoData: no panel has a line.
+    """
+    figure, axes = panels(len(run.names))
+    for axis, dataset in zip(axes, run.names):
+        draw(axis, dataset)
+        axis.set(title=dataset, **labels)
+        axis.set_ylim(0, 1.02)
+        if axis.lines:
+            axis.legend(fontsize="small")
+    if not any(axis.lines for axis in axes):
+        raise NoData("no row drafted anything")
+    return figure
+
+
+def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Writes a figure as PNG and as SVG, each whole or not at all; returns their paths."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    for path in paths:
+        content = io.BytesIO()
+        figure.savefig(content, format=path.suffix[1:], dpi=120)
+        write_atomically(path, content.getvalue())
+        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
+    return paths
+
+
+def draw_each(figures: Mapping[str, Callable[[], Any]], folder: Path) -> list[Path]:
+    """Draws and writes figures, by name; a figure without data is left out, with a line on stderr."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, draw in figures.items():
+        try:
+            figure = draw()
+        except NoData as reason:
+            print(f"figure {name}: left out: {reason}", file=sys.stderr)
+            continue
+        written += save_figure(figure, folder, name)
+    return written
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def speedup_bars(run: RunAnswers) -> Any:
+    """Draws the decode time of vanilla over that of each row; whiskers: quartiles over questions."""
+    labels, colours = run.labels(), run.colours()
+    figure, (axis,) = panels(1, max(6.0, 1.0 + 0.45 * len(labels) * len(run.names)))
+    width = 0.8 / max(len(labels), 1)
+    for at, dataset in enumerate(run.names):
+        table = totals(run.of(dataset))
+        for index, label in enumerate(labels):
+            if label not in run.names[dataset] or label not in table.index:
+                continue
+            row = table.loc[label]
+            place, low, high = (
+                at + (index - (len(labels) - 1) / 2) * width,
+                *row[["prompt_speedup.low", "prompt_speedup.high"]],
+            )
+            axis.bar(place, row.speedup, width * 0.92, color=colours[label])
+            axis.plot([place, place], [low, high], color="#333333", linewidth=1)
+            axis.text(place, max(row.speedup, high), f"{row.speedup:.2f}", ha="center", va="bottom")
+    for label, name in labels.items():
+        axis.bar([0], [0], color=colours[label], label=name)
+    axis.axhline(1.0, color="#999999", linestyle="--", linewidth=1)
+    axis.set_xticks(range(len(run.names)), list(run.names))
+    axis.set(ylabel="speedup over vanilla decoding", title="Measured speedup (whiskers: quartiles of questions)")
+    figure.legend(fontsize="small", ncols=3, loc="outside lower center")
+    axis.margins(y=0.12)
+    return figure
+
+
+def length_cdf(run: RunAnswers) -> Any:
+    """Draws the share of rounds with at most so many tokens: accepted (solid) and speculated (dashed)."""
+    rounds, colours = rounds_of(run.answers), run.colours()
+
+    def draw(axis: Any, dataset: str) -> None:
+        for label, name in run.names[dataset].items():
+            own = rounds[(rounds.dataset == dataset) & (rounds.setting == label)]
+            if len(own):
+                axis.ecdf(own[["accepted", "emitted"]].min(axis=1), color=colours[label], label=name)
+                axis.ecdf(own.drafted, color=colours[label], linestyle="--")
+
+    text = "tokens a round (solid: accepted, dashed: speculated)"
+    return per_dataset(run, draw, xlabel=text, ylabel="share of rounds")
+
+
+def calibration_curves(run: RunAnswers) -> Any:
+    """Draws confidence against acceptance, all datasets together, two panels for each row."""
+    by_row = calibrations(run.answers, run.labels())
+    if not by_row:
+        raise NoData("no row drafted anything")
+    figure = figure_class()(figsize=(11, 4 * len(by_row)), layout="constrained")
+    for (left, right), (name, found) in zip(figure.subplots(len(by_row), 2, squeeze=False), by_row.items()):
+        for axis, bins in ((left, found["rounds"]), (right, found["tokens"])):
+            points = bins[bins["count"] > 0]
+            axis.plot(points.confidence, points.accepted, "o-")
+            axis.set_xlim(-0.02, 1.02)
+        left.set(title=f"{name}: accepted length", xlabel="confidence of the first drafted token")
+        left.set_ylabel("mean accepted length (line)")
+        left.set_ylim(bottom=0)
+        counts, bins = left.twinx(), found["rounds"]
+        counts.bar((bins.low + bins.high) / 2, bins["count"], width=0.9 / BINS, color="#99999944")
+        counts.set_ylabel("rounds (bars)")
+        right.plot([0, 1], [0, 1], "--", color="#999999")
+        right.set(title=f"{name}: reliability, calibration error {found['ece']:.3f}", ylim=(-0.02, 1.02))
+        right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
+    return figure
+
+
+def sensitivity(run: RunAnswers, key: str) -> Any:
+    """Draws speedup and acceptance over one swept option."""
+    points = []
+    for dataset in run.names:
+        answers = run.of(dataset)
+        options = answers.drop_duplicates("setting").set_index("setting")[["method", "options"]]
+        for row in totals(answers).join(options).itertuples():
+            if (value := row.options.get(key)) is not None:
+                rest = ",".join(f"{name}={other}" for name, other in row.options.items() if name != key)
+                line = f"{row.method}{':' + rest if rest else ''}, {dataset}"
+                points.append((line, value, row.speedup, row.acceptance_rate))
+    lines = pd.DataFrame(points, columns=["line", "value", "speedup", "acceptance"]).sort_values("value")
+    lines = [(name, line) for name, line in lines.groupby("line", sort=False) if line.value.nunique() > 1]
+    if not lines:
+        raise NoData(f"no sweep over {key} (--methods NAME:{key}=v1|v2|...)")
+    figure, (left, right) = panels(2)
+    for name, line in lines:
+        left.plot(line.value, line.speedup, "o-", label=name)
+        right.plot(line.value, line.acceptance, "o-", label=name)
+    left.set(xlabel=SENSITIVE[key], ylabel="speedup over vanilla decoding")
+    left.set_ylim(bottom=0)  # noise should not look like a slope
+    right.set(xlabel=SENSITIVE[key], ylabel="acceptance rate", ylim=(0, 1))
+    left.legend(fontsize="small")
+    return figure
+
+
+FIGURES: dict[str, Callable[[RunAnswers], Any]] = {
+    "speedup": speedup_bars,
+    "length_cdf": length_cdf,
+    "calibration": calibration_curves,
+    **{f"sensitivity_{key}": functools.partial(sensitivity, key=key) for key in SENSITIVE},
+}
+
+
+def draw_all(source: Path, folder: Path) -> list[Path]:
+    """Draws what the records of `source` can fill into `folder`; says on stderr what they cannot."""
+    run = RunAnswers.read(source)
+    return draw_each({name: functools.partial(draw, run) for name, draw in FIGURES.items()}, folder)

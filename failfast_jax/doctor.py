@@ -87,28 +87,6 @@ def versions() -> Iterator[Finding]:
         yield Finding("packages", OK, ", ".join(f"{name} {metadata.version(name)}" for name in names))
 
 
-def _missing(package: str, extra: str) -> Iterator[str]:
-    """Missing packages of an extra, with those of the extras that it names (`jax[cuda13]`)."""
-    for requirement in map(Requirement, metadata.requires(package) or []):
-        marker = requirement.marker
-        if marker is None or not marker.evaluate({"extra": extra}) or marker.evaluate({"extra": ""}):
-            continue
-        if problem := _problem(requirement):
-            yield problem.removesuffix(" is missing")
-            continue
-        for inner in requirement.extras:
-            yield from _missing(requirement.name, inner)
-
-
-def extras() -> Iterator[Finding]:
-    """The optional parts that are installed, and the missing packages of the others."""
-    extras = metadata.metadata(PACKAGE).get_all("Provides-Extra") or []
-    missing = {extra: list(dict.fromkeys(_missing(PACKAGE, extra))) for extra in extras}
-    whole = ", ".join(extra for extra, names in missing.items() if not names)
-    partly = ", ".join(f"{extra} ({', '.join(names)})" for extra, names in missing.items() if names)
-    yield Finding("extras", OK, f"installed: {whole or 'none'}; missing: {partly or 'none'}")
-
-
 def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
     """The devices that JAX uses, present hardware that it does not use, and free memory."""
     present = jax.devices()
@@ -332,7 +310,7 @@ def _room(source: Any, fit: Any) -> Finding:
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...]
-CHECKS = versions, extras, devices, caches, models, kernels, decoding
+CHECKS = versions, devices, caches, models, kernels, decoding
 
 
 def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -82,8 +82,6 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     common = {name: value for name, value in common.items() if value is not None}
     config = resolve(GenerationConfig(args.method, **common, options=options))
     method = config.method
-    if method == "ar" and args.drafter is None:
-        raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")
     if method == DIFFUSION_METHOD and args.target is None:
         raise ValueError("--method dllm: needs --target, a block-diffusion model")
     if method == DIFFUSION_METHOD and args.drafter is not None:

@@ -14,22 +14,19 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import transformers
-import uvicorn
 from checkpoint_files import GOLDEN
-from served import chat_engine
 from width_sets import SHORTEST
 
 from convert import qwen2
-from failfast_jax import generate, serve
+from failfast_jax import generate
 from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import run_command as bench_run
 from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
-from failfast_jax.serving import app
 from failfast_jax.train import __main__ as train
 from failfast_jax.train import train_command
 
-IMPORTED = (app, bench_run, ocp, train_command, transformers, uvicorn)
+IMPORTED = (bench_run, ocp, train_command, transformers)
 """What commands import when they need it."""
 TARGET = GOLDEN / "llama_tied"
 PROMPTS = [[5, 6, 7, 5, 6, 7], [3, 4], [9] * 12]
@@ -69,7 +66,6 @@ def prepare(folder: Path) -> dict[str, Work]:
         "bench": bench_work(folder),
         "train": train_work(folder),
         "generate": Work(generated, answered),
-        "serve": Work(served, lambda out: json.loads((out / "answer").read_text())),
     }
 
 
@@ -159,10 +155,3 @@ def answered(out: Path) -> list[int]:
     answer = json.loads(said.getvalue())
     assert answer["stats"]["compiles"] == 0, answer["stats"]
     return answer["output_ids"]
-
-
-def served(out: Path) -> int:
-    """`serve` with an engine of random weights and byte tokens."""
-    serve.load = lambda args: chat_engine()
-    options = "--method lookup --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
-    return serve.main(options.split())

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
-import http.client
 import json
 import os
 import random
@@ -35,7 +34,7 @@ LONGEST_S = 120.0
 """A command that runs for longer hangs. (Generous: the machine may be busy.)"""
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "kills.half"}
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT)
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
 
 
 class Lost(AssertionError):
@@ -251,7 +250,7 @@ class Killer:
             if "Traceback" in run.words():
                 raise Lost(f"{signal.Signals(number).name} gives a traceback: {run.words()}")
             return False
-        raise Lost(f"exit status {status} behind {signal.Signals(number).name}: {run.words()}")
+        raise Lost(f"exit status {status} after {signal.Signals(number).name}: {run.words()}")
 
     def trial(self, seed: str) -> None:
         """Kills a command up to six times, then lets it end, and compares."""
@@ -275,63 +274,6 @@ class Killer:
         self.took += time.monotonic() - begin
 
 
-class ServerKiller(Killer):
-    """Kills a server while it starts, waits or answers; the next one must give the same answer."""
-
-    def _answer(self, port: int, kill: Callable[[], None] | None = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
-        with contextlib.closing(connection):
-            body = json.dumps({"prompt": "abc", "max_tokens": 30, "temperature": 0})
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            if kill is not None:
-                kill()
-            answer = json.loads(connection.getresponse().read())
-        return [choice["text"] for choice in answer["choices"]]
-
-    def _port(self, run: Run, seconds: float) -> int | None:
-        """Where it listens; None: not yet."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if found := re.search(r"serving tiny at http://127.0.0.1:\d+", run.words()):
-                return int(found[0].rpartition(":")[2])
-            time.sleep(0.02)
-        return None
-
-    def _finish(self, folder: Path) -> None:
-        run = self._start(folder)
-        try:
-            port = self._port(run, LONGEST_S)
-            if port is None:
-                raise Lost(f"it does not serve: {run.words()}")
-            (folder / "answer").write_text(json.dumps(self._answer(port)))
-        finally:
-            status = run.stop(signal.SIGTERM)
-        if status != 0 or "Traceback" in run.words():
-            raise Lost(f"told to stop: exit status {status}: {run.words()}")
-
-    def _kill(self, folder: Path, rng: random.Random) -> bool:
-        run, number = self._start(folder), rng.choice(SIGNALS)
-        if rng.random() < 0.4:
-            time.sleep(rng.uniform(0, self.seconds))
-            status = run.stop(number)
-        else:
-            port, statuses = self._port(run, LONGEST_S), []
-
-            def kill() -> None:
-                time.sleep(rng.uniform(0, 0.1))
-                statuses.append(run.stop(number))
-
-            try:  # a whole answer is a right one
-                (folder / "answer").write_text(json.dumps(self._answer(port, kill)))
-            except (http.client.HTTPException, ConnectionError):
-                pass
-            status = statuses[0]
-        self.kills[signal.Signals(number).name] += 1
-        if status not in (-number, 0, INTERRUPTED, TERMINATED) or "Traceback" in run.words():
-            raise Lost(f"exit status {status} behind {signal.Signals(number).name}: {run.words()}")
-        return False
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=1000, help="kills, over all kinds of work")
@@ -342,7 +284,6 @@ def main() -> int:
     import xla_flags
 
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *xla_flags.known()])}
-    sys.path.append(str(Path(__file__).parent / "serving"))
     import killed_work
 
     with tempfile.TemporaryDirectory() as name:
@@ -350,7 +291,7 @@ def main() -> int:
         works = killed_work.prepare(folder)
         chosen = args.only.split(",") if args.only else list(works)
         begin = time.monotonic()
-        killers = [(ServerKiller if one == "serve" else Killer)(one, works[one], folder / one) for one in chosen]
+        killers = [Killer(name, works[name], folder / name) for name in chosen]
         print(json.dumps({"ready_s": round(time.monotonic() - begin, 1)}), file=sys.stderr, flush=True)
         begin, number = time.monotonic(), 0
         while sum(sum(k.kills.values()) for k in killers) < args.times and time.monotonic() - begin < args.seconds:
@@ -363,7 +304,6 @@ def main() -> int:
 
 
 def report(seed: int, killers: list[Killer], seconds: float) -> dict[str, Any]:
-    """What was done, and what was found."""
     kills = {killer.name: dict(killer.kills) for killer in killers}
     total = sum(killer.kills.total() for killer in killers)
     undisturbed = {killer.name: round(killer.seconds, 1) for killer in killers}

@@ -22,7 +22,7 @@ def run(*words: object) -> dict:
     return report
 
 
-WORK = ("convert,overwrite", "bench", "generate", "train", "serve")
+WORK = ("convert,overwrite", "bench", "generate", "train")
 
 
 @pytest.mark.parametrize("work", tiers(WORK, quick=[], long=["convert,overwrite"]))

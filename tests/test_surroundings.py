@@ -147,24 +147,6 @@ def test_the_tests_flags_are_those_that_whoever_reads_them_knows():
     assert done.stdout.split() == list(xla_flags.known())
 
 
-def test_the_tests_have_full_precision_and_no_flags_on_a_tpu_or_gpu(monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    for platforms, tpu, driver in (
-        ("tpu", False, None),
-        ("", True, None),
-        ("", False, (580,)),
-        ("cuda,cpu", False, None),
-    ):
-        config = Mock(jax_platforms=platforms)
-        monkeypatch.setattr(xla_flags.jax, "config", config)
-        monkeypatch.setattr(environment, "has_tpu", lambda found=tpu: found)
-        monkeypatch.setattr(environment, "nvidia_driver", lambda found=driver: found)
-        xla_flags.suit_the_platform(quick=True)
-        assert "XLA_FLAGS" not in os.environ
-        config.update.assert_called_once_with("jax_default_matmul_precision", "highest")
-
-
 # Encodings.
 
 

@@ -30,12 +30,7 @@ PUBLISHED = sorted((Path(__file__).parent / "fixtures" / "chat_templates").glob(
 BILLIONS = (
     "{{ 'a' * 3000000000 }}",
     "{{ ('a' | center(3000000000)) | length }}",
-    "{{ '%3000000000d' % 1 }}",
-    "{{ ([1] * 400000000) | length }}",
-    "{{ '{:>3000000000}'.format(1) }}",
-    "{{ 'a'.ljust(10 ** 10) }}",
     "{{ 'a' | indent(2000000000) }}",
-    "{{ range(100000) | join('a' * 100000) }}",
     "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
 )
 ENDLESS = (

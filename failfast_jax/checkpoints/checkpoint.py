@@ -107,12 +107,9 @@ class Checkpoint:
         """Shape and dtype of each parameter of a converted folder."""
         return orbax_folder.stored_params(self.path)
 
-    def stored_dtype(self) -> np.dtype:
-        """The narrowest supported dtype that holds every stored value."""
-        if self.table is None:
-            return np.dtype(next(iter(self._native.values())).dtype)
-        stored = {tensor.dtype for tensor in self.tensors.values()}
-        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
+    @functools.cached_property
+    def _plan(self) -> parameter_map.ReadPlan:
+        return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -123,6 +120,13 @@ class Checkpoint:
         """
         check_layers(self._native if self.table is None else self.tensors, self.config.num_layers, self.path)
         return _skeleton(self.config, DTYPES["float32"]).shapes
+
+    def stored_dtype(self) -> np.dtype:
+        """The narrowest supported dtype that holds every stored value."""
+        if self.table is None:
+            return np.dtype(next(iter(self._native.values())).dtype)
+        stored = {tensor.dtype for tensor in self.tensors.values()}
+        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
 
     def num_parameters(self) -> int:
         """Number of parameters, each entry counted."""
@@ -140,15 +144,8 @@ class Checkpoint:
         """
         if self.table is not None:
             return {name: self._plan.kept_dtype(name, shape, dtype) for name, shape in self.shapes.items()}
-        stored = {name: np.dtype(param.dtype) for name, param in self._native.items()}
-        return {
-            name: parameter_map.kept_dtype(name, shape, stored.get(name, dtype), dtype)
-            for name, shape in self.shapes.items()
-        }
-
-    @functools.cached_property
-    def _plan(self) -> parameter_map.ReadPlan:
-        return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+        stored = {name: np.dtype(self._native[name].dtype) if name in self._native else dtype for name in self.shapes}
+        return {name: parameter_map.kept_dtype(name, shape, stored[name], dtype) for name, shape in self.shapes.items()}
 
     def check(self) -> None:
         """Matches tensors with parameters without reading any data; errors are those of `load_model`."""
@@ -185,32 +182,33 @@ class Checkpoint:
         Args:
           dtype: of all parameters, or of each by its path.
           place: the sharding of a parameter, given its path and its shape; None: the default device.
-          convert: what to keep of a parameter, given its path and itself; None: all parameters as they are.
+          convert: the arrays that replace a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`, also for errors.
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
+        convert = convert or (lambda name, value: {name: value})
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = {name: place(name, shape) if place else default for name, shape in self.shapes.items()}
+        values: dict[str, jax.Array] = {}
         if self.table is None:
             abstract = jax.ShapeDtypeStruct
             wanted = {n: abstract(shape, dtypes[n], sharding=shardings[n]) for n, shape in self.shapes.items()}
-            values = orbax_folder.load_params(self.path, wanted)
-            for name in list(values) if convert else ():
-                values |= convert(name, values.pop(name))
+            restored = orbax_folder.load_params(self.path, wanted)
+            for name in list(restored):
+                values |= convert(name, restored.pop(name))
             return values
-        plan, values = self._plan, {}
 
         def assemble(name: str) -> sharding.Blocks:
             blocks = sharding.blocks_here(shardings[name], self.shapes[name])
             return {block: plan.assemble(name, self.shapes[name], dtypes[name], block) for block in blocks}
 
-        shown = {} if progress is None else {"disable": not progress}
+        plan, shown = self._plan, {} if progress is None else {"disable": not progress}
         size, label = self.num_bytes(dtypes), f"reading {self.path.name}"
         with progress_bar(label, "B", total=size, unit_scale=True, delay=PATIENCE_S, **shown) as bar:
             for name, blocks in _ahead(assemble, list(self.shapes)):
                 # Waiting keeps host copies from piling up before a slow link to the device.
                 read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
-                values |= convert(name, read) if convert else {name: read}
+                values |= convert(name, read)
                 bar.update(math.prod(self.shapes[name]) * dtypes[name].itemsize)
         return values
 
@@ -241,12 +239,12 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] 
     if path.name.endswith(orbax_folder.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
     raw, config = read_settings(path, raw)
+    written, read = raw.get(orbax_folder.FORMAT_KEY), orbax_folder.FORMAT
+    if orbax_folder.FORMAT_KEY in raw and written != read:
+        raise CheckpointError(
+            f"{path}: converted to format {written!r}, and this version reads {read}; convert the model again"
+        )
     if orbax_folder.FORMAT_KEY in raw:
-        if raw[orbax_folder.FORMAT_KEY] != orbax_folder.FORMAT:
-            raise CheckpointError(
-                f"{path}: converted to format {raw[orbax_folder.FORMAT_KEY]!r}, and this version reads "
-                f"{orbax_folder.FORMAT}; convert the model again"
-            )
         return Checkpoint(path, "native", config, raw)
     tensors = tensor_names.as_saved(safetensors_file.folder_tensors(path), path)
     if config.tie_embeddings:
@@ -265,11 +263,8 @@ def _open_file(path: Path) -> Checkpoint:
         return Checkpoint(path, "gguf", config_keys.read_model(raw, str(path)), raw, table, file.tensors)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: pass its folder, which must hold config.json, too")
-    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
-        raise CheckpointError(
-            f"{path}: pickled weights are refused because unpickling runs whatever code the file contains; "
-            "use a safetensors version of the model"
-        )
+    if path.suffix in safetensors_file.PICKLES:
+        raise CheckpointError(f"{path}: pickled weights {safetensors_file.REFUSAL}")
     raise CheckpointError(f"{path}: not a folder and not a .gguf file")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.checkpoints import orbax_folder, quantised
+from failfast_jax.checkpoints import orbax_folder
 from failfast_jax.checkpoints.drafter_keys import drafter_sign
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
@@ -51,8 +51,7 @@ def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict
     where = folder / "config.json"
     _check_is_model(folder)
     raw = read_json(where) if raw is None else raw
-    if method := quantised.of_config(raw):
-        raise CheckpointError(f"{where}: {quantised.refusal(method)}")
+    config_keys.check_not_quantised(raw, where)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     raw = _with_block_size(raw, generation, folder)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.errors import CheckpointError, ConfigError, OptionError
+from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.util import values
 from failfast_jax.util.files import read_json, write_atomically
 
@@ -51,15 +51,14 @@ class DraftGraph:
         Raises:
           OptionError: there are fewer, or they are for blocks of another size.
         """
-        if (self.block_size, self.small_block_size) != (block, small_block):
-            raise OptionError(
-                f"--spiffy {count}: {self.where} is for blocks of {self.block_size} in parts of "
-                f"{self.small_block_size}, not for {block} in parts of {small_block}: calibrate again with {COMMAND}"
-            )
-        if count > len(self.pair_sets):
-            raise OptionError(
-                f"--spiffy {count}: {self.where} has {len(self.pair_sets)} states; calibrate more with {COMMAND}"
-            )
+        sizes = self.block_size, self.small_block_size
+        problem = None
+        if sizes != (block, small_block):
+            problem = f"is for blocks of {sizes[0]} in parts of {sizes[1]}, not for {block} in parts of {small_block}"
+        elif count > len(self.pair_sets):
+            problem = f"has {len(self.pair_sets)} states"
+        if problem is not None:
+            raise OptionError(f"--spiffy {count}: {self.where} {problem}: calibrate again with {COMMAND}")
         states = np.full((count, small_block), -1, np.int32)
         for row, pairs in enumerate(self.pair_sets[:count]):
             for position, token in pairs:
@@ -84,7 +83,7 @@ def default_file(model: str | os.PathLike) -> Path | None:
 
 
 def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
-    """A draft graph.
+    """Reads a draft graph.
 
     Args:
       path: None: there is no place where the model's would be.
@@ -96,28 +95,29 @@ def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
       ConfigError: it is no draft graph; the key is named.
     """
     if path is None or not Path(path).is_file():
-        where = "no calibrated draft graph" if path is None else f"no calibrated draft graph in {path}"
-        raise OptionError(f"--spiffy: {where}; make one with {COMMAND} --target {model} --data ... --out FILE")
+        place = "" if path is None else f" in {path}"
+        raise OptionError(
+            f"--spiffy: no calibrated draft graph{place}; make one with {COMMAND} --target {model} --data ... --out FILE"
+        )
     raw = read_json(Path(path))
     block, small = (values.number(raw, key, path, most=2**16) for key in ("block_size", "small_block_size"))
     states = raw.get("states")
     if not isinstance(states, list) or not all(_is_state(state, small, ranks) for state in states):
-        raise ConfigError(
-            f"{path}: key 'states' must be a list of states, each of pairs of a position's rank below {small} and a "
-            f"token's rank below {ranks}, no position twice"
+        rule = (
+            f"must be a list of states, each of pairs of a position's rank below {small} and a token's rank below "
+            f"{ranks}, no position twice"
         )
+        raise values.refusal(raw, "states", path, rule)
     about = {key: raw[key] for key in raw.keys() - {"block_size", "small_block_size", "states"}}
-    sets = tuple(tuple(map(tuple, state)) for state in states)
-    return DraftGraph(block, small, sets, about, str(path))
+    return DraftGraph(block, small, tuple(tuple(map(tuple, state)) for state in states), about, str(path))
 
 
 def _is_state(state: Any, positions: int, ranks: int) -> bool:
-    """True for pairs of ranks below these numbers, no position twice."""
-    if not isinstance(state, list) or not state:
-        return False
-    for pair in state:
-        if not isinstance(pair, list) or len(pair) != 2:
-            return False
-        if not all(values.is_number(rank, int, 0, most - 1) for rank, most in zip(pair, (positions, ranks))):
-            return False
-    return len({position for position, _ in state}) == len(state)
+    pairs = state if isinstance(state, list) else []
+    return (
+        bool(pairs)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+        and all(values.is_number(first, int, 0, positions - 1) for first, _ in pairs)
+        and all(values.is_number(second, int, 0, ranks - 1) for _, second in pairs)
+        and len({first for first, _ in pairs}) == len(pairs)
+    )

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from failfast_jax.checkpoints import quantised
-from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.errors import ConfigError
 from failfast_jax.models import config_keys
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.util import values
@@ -178,8 +177,7 @@ class Settings:
           CheckpointError: the weights are quantised.
           ConfigError: a key changes drafts, or may.
         """
-        if method := quantised.of_config(self.raw):
-            raise CheckpointError(f"{self.where}: {quantised.refusal(method)}")
+        config_keys.check_not_quantised(self.raw, self.where)
         known = self._read | config_keys.READ | {*NESTED, "auto_map"}
         advice = "; look there if few drafts are accepted"
         for place in ("", *NESTED):

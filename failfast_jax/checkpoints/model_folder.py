@@ -48,10 +48,7 @@ class Fit(NamedTuple):
 
 
 class ModelFolder:
-    """A model whose `config.json`, if it has one, has been read; nothing else is read until it is needed.
-
-    Args:
-      source: a folder, a `.gguf` file or a Hub id.
+    """A folder, `.gguf` file or Hub id whose `config.json`, if any, has been read; the rest is read when needed.
 
     Attributes:
       name: the source as it was named, for messages.
@@ -133,14 +130,10 @@ class ModelFolder:
         return self.raw.get(CHANCES) if self.borrows else None
 
     def decoding(self, platform: str) -> dict[str, Any]:
-        """Options for decoding with this drafter that its folder recommends on a platform (`cpu`, `gpu`, `tpu`).
-
-        Raises:
-          ConfigError: an option that does not exist.
-        """
+        """Options that its folder recommends on a platform (`cpu`, ...); ConfigError: one that does not exist."""
         stored = (self.raw.get("decoding") or {}) if self.borrows else {}
         if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
-            raise ConfigError(f"{self.where}: key 'decoding' must map platforms to options, got {stored!r}")
+            raise values.refusal(self.raw, "decoding", self.where, "must map platforms to options")
         options = {**stored.get("any", {}), **stored.get(platform, {})}
         for name in options:
             if name not in (*DECODING_OPTIONS, *FORMER_OPTIONS):
@@ -184,8 +177,7 @@ class ModelFolder:
     ) -> tuple[Decoder, Any]:
         """Reads a whole model and its tokenizer (None: it has none); on a mesh, each device reads its own part.
 
-        Raises:
-          OptionError: see `check_attention`; nothing of its weights is read by then.
+        `check_attention` is asked before any weight is read.
         """
         with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, self.path)

@@ -7,8 +7,9 @@ generation_config.json, tokenizer files    as in the source, where it has any
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,13 @@ def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     """
     import orbax.checkpoint as ocp
 
-    stored = check(folder, wanted)
-    target = unflatten_dict(wanted, sep=".")
+    stored, path, target = check(folder, wanted), folder / PARAMS, unflatten_dict(wanted, sep=".")
     # Orbax counts bytes as they are stored or as they are wanted, whichever comes later: allow for both.
-    with _checkpointer([*stored.values(), *wanted.values()]) as checkpointer:
-        try:
-            restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-            args = ocp.args.PyTreeRestore(target, restore_args=restore_args)
-            values = flatten_dict(checkpointer.restore(orbax_path(folder / PARAMS), args=args), sep=".")
-        except Exception as error:
-            raise _damaged(folder / PARAMS, error) from error
-    check_finite(values, folder / PARAMS)
+    with _checkpointer([*stored.values(), *wanted.values()]) as checkpointer, _naming(path):
+        restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+        args = ocp.args.PyTreeRestore(target, restore_args=restore_args)
+        values = flatten_dict(checkpointer.restore(orbax_path(path), args=args), sep=".")
+    check_finite(values, path)
     return values
 
 
@@ -72,19 +69,12 @@ def check(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) 
 
 
 def stored_params(folder: Path) -> dict[str, Any]:
-    """Shape and dtype of each stored parameter.
-
-    Raises:
-      CheckpointError: the folder is incomplete or damaged.
-    """
+    """Shape and dtype of each stored parameter; CheckpointError: the folder is incomplete or damaged."""
     path = folder / PARAMS
     if not path.is_dir():
         raise CheckpointError(f"{folder}: incomplete: {PARAMS}/ is missing; convert the model again")
-    with _checkpointer(()) as checkpointer:
-        try:
-            return flatten_dict(checkpointer.metadata(orbax_path(path)).item_metadata.tree, sep=".")
-        except Exception as error:  # Orbax raises whatever its storage layers raise.
-            raise _damaged(path, error) from error
+    with _checkpointer(()) as checkpointer, _naming(path):
+        return flatten_dict(checkpointer.metadata(orbax_path(path)).item_metadata.tree, sep=".")
 
 
 def _checkpointer(params: Iterable[Any]) -> Any:
@@ -92,15 +82,15 @@ def _checkpointer(params: Iterable[Any]) -> Any:
 
     # By default Orbax keeps up to 96 GB in flight; the largest parameter must fit.
     largest = max((math.prod(param.shape) * param.dtype.itemsize for param in params), default=0)
-    gigabytes = (largest + 2**20) / 1e9
-    return ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(
-            use_compression=False, save_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
-        )
-    )
+    limits = dict.fromkeys(("save_concurrent_gb", "restore_concurrent_gb"), (largest + 2**20) / 1e9)
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, **limits))
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    reason = reason.partition("See full TensorStore details")[0].rstrip(" .;")  # how, is for programmers
-    return CheckpointError(f"{path}: cannot be read ({reason}); convert the model again")
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Orbax raises whatever its storage layers raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason.partition("See full TensorStore details")[0].rstrip(" .;")  # how, is for programmers
+        raise CheckpointError(f"{path}: cannot be read ({reason}); convert the model again") from error

@@ -19,7 +19,6 @@ from failfast_jax.errors import CheckpointError
 from failfast_jax.kernels import row_operations
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
-from failfast_jax.util.files import read_json
 
 # Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
 # dequantising a whole tensor at once takes ten times as long, mostly in page faults.
@@ -111,16 +110,11 @@ _LLAMA_CPP = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    **{f"self_attn.{name}": f"attn_{name[0]}" for name in ("q_proj", "k_proj", "v_proj")},
+    **{f"self_attn.{name}": f"attn_{name}" for name in ("q_norm", "k_norm")},
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 """llama.cpp's words for those of Hugging Face's names."""
 
@@ -233,9 +227,11 @@ def make_plan(
       CheckpointError: a missing, unexpected or mis-shaped tensor, each named.
     """
     sources: dict[str, list[tuple[str, StoredTensor]]] = {path: [] for path in shapes}
-    entries = [entry for entry in table.entries(config.num_layers) if entry[1] in shapes]
-    missing, misshaped = [], []
-    for name, path, part in entries:
+    missing, misshaped, known = [], [], set()
+    for name, path, part in table.entries(config.num_layers):
+        if path not in shapes:
+            continue
+        known.add(name)
         wanted, tensor = shape_of(part, shapes[path], config), tensors.get(name)
         if tensor is None:
             missing.append(name)
@@ -243,20 +239,15 @@ def make_plan(
             misshaped.append(f"{name} is {list(tensor.shape)} in {tensor.file}, not {list(wanted)}")
         else:
             sources[path].append((part, tensor))
-    known = {name for name, _, _ in entries}
     strange = [name for name in tensors if name not in known and not re.fullmatch(table.ignored, name)]
-    unexpected = [f"{name} in {tensors[name].file}" for name in strange]
     kinds = {
         "missing tensors": missing,
-        "unexpected tensors": unexpected,
+        "unexpected tensors": [f"{name} in {tensors[name].file}" for name in strange],
         "tensors whose shape contradicts the configuration": misshaped,
     }
     problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
-    if missing and unexpected and (where / "config.json").is_file():
-        architectures = read_json(where / "config.json").get("architectures")
-        problems.append(
-            f"config.json has model_type '{config.model_type}' and architectures {architectures!r}: is it another one?"
-        )
+    if missing and strange:
+        problems.append(f"is its model_type really '{config.model_type}'?")
     if problems:
         raise CheckpointError(f"{where}: " + "; ".join(problems))
     return ReadPlan(config, table, sources)

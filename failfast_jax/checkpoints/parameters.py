@@ -30,12 +30,7 @@ class _SameKey(nnx.Rngs):
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """An abstract module, taken apart.
-
-    Attributes:
-      graph: its structure.
-      leaves: its abstract parameters by path: names of attributes and numbers, joined by dots.
-    """
+    """An abstract module, taken apart; `leaves`: its parameters by path, names and numbers joined by dots."""
 
     graph: Any
     leaves: dict[str, nnx.Variable]
@@ -87,11 +82,8 @@ def misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """The first five differences between stored and wanted parameters, or an empty string."""
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{name} is unexpected" for name in stored if name not in wanted]
-    problems += [
-        f"{name} is {list(stored[name].shape)}, not {list(wanted[name].shape)}"
-        for name in wanted
-        if name in stored and tuple(stored[name].shape) != tuple(wanted[name].shape)
-    ]
+    both = [(name, tuple(stored[name].shape), tuple(wanted[name].shape)) for name in wanted if name in stored]
+    problems += [f"{name} is {list(shape)}, not {list(other)}" for name, shape, other in both if shape != other]
     return ", ".join(problems[:5])
 
 
@@ -112,21 +104,17 @@ def not_finite(name: str, file: Path) -> CheckpointError:
 
 
 def check_finite(arrays: Mapping[str, jax.Array], file: Path) -> None:
-    """Checks arrays where they lie: each device checks its own part.
+    """Checks arrays where they lie, each device its own part; CheckpointError: one has such values."""
 
-    Raises:
-      CheckpointError: for the first array with such values.
-    """
-    verdicts = {name: _is_finite_there(array) for name, array in arrays.items()}
+    def is_finite_there(array: jax.Array) -> bool | jax.Array:
+        if all(device.platform == "cpu" for device in array.devices()):
+            return all(is_finite(np.asarray(shard.data)) for shard in array.addressable_shards)  # nothing to compile
+        return _is_finite_on_device(array)
+
+    verdicts = {name: is_finite_there(array) for name, array in arrays.items()}
     for name, finite in jax.device_get(verdicts).items():
         if not finite:
             raise not_finite(name, file)
-
-
-def _is_finite_there(array: jax.Array) -> bool | jax.Array:
-    if all(device.platform == "cpu" for device in array.devices()):
-        return all(is_finite(np.asarray(shard.data)) for shard in array.addressable_shards)  # nothing to compile
-    return _is_finite_on_device(array)
 
 
 _is_finite_on_device = jax.jit(lambda array: jnp.isfinite(array).all())

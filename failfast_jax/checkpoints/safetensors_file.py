@@ -19,9 +19,9 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from failfast_jax.checkpoints import quantised
 from failfast_jax.checkpoints.parameter_map import StoredTensor
 from failfast_jax.errors import CheckpointError, named, quoted
+from failfast_jax.models.config_keys import UNQUANTISED
 from failfast_jax.util.files import is_regular_file, read_json
 
 DTYPES = {
@@ -39,6 +39,8 @@ LARGEST_RANK = 16
 """Axes of a tensor: numpy has no arrays with more than 64."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+REFUSAL = "are refused because unpickling runs whatever code the file contains; use a safetensors version of the model"
 
 
 def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[str, StoredTensor]:
@@ -53,28 +55,26 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
     """
     if is_regular_file(folder / WEIGHTS):
         return file_tensors(folder / WEIGHTS, dtypes)
-    if not is_regular_file(folder / INDEX):
+    index = folder / INDEX
+    if not is_regular_file(index):
         raise CheckpointError(_no_weights(folder))
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX}: no 'weight_map'")
+        raise CheckpointError(f"{index}: no 'weight_map'")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise CheckpointError(
-                f"{folder / INDEX}: tensor {named(name)} is in {quoted(shard)}, which is not a file's name"
-            )
+            raise CheckpointError(f"{index}: tensor {named(name)} is in {quoted(shard)}, which is not a file's name")
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        path = folder / shard
-        if not is_regular_file(path):
-            raise CheckpointError(f"{path}: no such file, but {INDEX} names it; download the checkpoint again")
-        for name, tensor in file_tensors(path, dtypes).items():
-            if weight_map.get(name) != shard:
-                raise CheckpointError(f"{path}: holds tensor {named(name)}, which {INDEX} does not place there")
-            tensors[name] = tensor
-    for name, shard in weight_map.items():
-        if name not in tensors:
-            raise CheckpointError(f"{folder / shard}: tensor {named(name)} is not there, but {INDEX} says so")
+        if not is_regular_file(folder / shard):
+            raise CheckpointError(f"{folder / shard}: no such file, but {INDEX} names it; download it again")
+        tensors |= file_tensors(folder / shard, dtypes)
+    for name in tensors.keys() | weight_map.keys():
+        stored, shard = tensors.get(name), weight_map.get(name)
+        if stored is None or stored.file.name != shard:
+            path = folder / shard if stored is None else stored.file
+            place = "is not there" if stored is None else "is there"
+            raise CheckpointError(f"{path}: tensor {named(name)} {place}, and {INDEX} has another place for it")
     return tensors
 
 
@@ -93,13 +93,13 @@ def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[st
     except safetensors.SafetensorError as error:
         reason = named(error)
         raise CheckpointError(f"{path}: truncated or not a safetensors file ({reason}); download it again") from None
-    stored = [(name, dtype) for name, (dtype, _) in headers.items()]
-    if {dtype for _, dtype in stored} - {*DTYPES} and (method := quantised.of_tensors(stored)):
-        raise CheckpointError(f"{path}: {quantised.refusal(method)}")
     tensors = {}
     for name, (dtype, shape) in headers.items():
         if dtype not in dtypes:
-            raise CheckpointError(f"{path}: tensor {named(name)} has dtype {dtype} (supported: {', '.join(dtypes)})")
+            supported = ", ".join(dtypes)
+            raise CheckpointError(
+                f"{path}: tensor {named(name)} has dtype {dtype} (supported: {supported}); {UNQUANTISED}"
+            )
         if len(shape) > LARGEST_RANK:
             raise CheckpointError(f"{path}: tensor {named(name)} has {len(shape)} axes (supported: {LARGEST_RANK})")
         tensors[name] = _tensor(path, name, shape, dtypes[dtype], offset)
@@ -138,21 +138,16 @@ def read_array(
 
 
 def _no_weights(folder: Path) -> str:
-    def names(*patterns: str) -> list[str]:
-        return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
-
-    if pickled := names("*.bin", "*.pt", "*.pth", "*.ckpt"):
-        refused = (
-            f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which are refused because unpickling runs "
-            "whatever code the file contains; use a safetensors version of the model"
-        )
-        parts = _parts(folder, pickled)
-        if missing := [name for name in parts if name not in pickled]:
-            return f"{refused}; of its parts {missing[0]} is missing: download the checkpoint again"
-        return refused + (f", or convert it without running its code: {conversion(folder, parts)}" if parts else "")
-    if gguf := names("*.gguf"):
+    names = sorted(path.name for path in folder.iterdir())
+    if pickled := [name for name in names if name.endswith(PICKLES)]:
+        refused = f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which {REFUSAL}"
+        # Optimizer states and the like are no weights, and Meta's consolidated.*.pth are slices of the same tensors.
+        parts = [name for name in pickled if re.match(r"pytorch_model.*\.bin$", name)]
+        parts = parts or (pickled if len(pickled) == 1 else [])
+        return refused + (f", or convert it without running its code: {_conversion(folder, parts)}" if parts else "")
+    if gguf := [name for name in names if name.endswith(".gguf")]:
         return f"{folder}: no {WEIGHTS}, but GGUF files; pass the path of one, such as {folder / gguf[0]}"
-    if loose := names("*.safetensors"):
+    if loose := [name for name in names if name.endswith(".safetensors")]:
         return f"{folder}: {loose[0]} is there, but neither {WEIGHTS} nor {INDEX}"
     return (
         f"{folder}: no weights (looked for {WEIGHTS}, {INDEX}; pickled ones are neither downloaded nor read). If a "
@@ -161,25 +156,9 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _parts(folder: Path, pickled: Sequence[str]) -> list[str]:
-    """The pickled files that make up a model; empty where that cannot be known."""
-    index = folder / "pytorch_model.bin.index.json"
-    if index.is_file() and isinstance(weight_map := read_json(index).get("weight_map"), dict):
-        return sorted({str(name) for name in weight_map.values()})
-    if "pytorch_model.bin" in pickled:
-        return ["pytorch_model.bin"]
-    if part := next(filter(None, (re.fullmatch(r"pytorch_model-\d+-of-(\d+)\.bin", name) for name in pickled)), None):
-        return [f"pytorch_model-{number:05d}-of-{part[1]}.bin" for number in range(1, int(part[1]) + 1)]
-    # Optimizer states and the like are no weights, and Meta's consolidated.*.pth are slices of the same tensors.
-    others = [name for name in pickled if not re.match(r"optimizer|scheduler|rng_state|training_args|scaler", name)]
-    return others if len(others) == 1 else []
-
-
-def conversion(folder: Path, parts: Sequence[str]) -> str:
+def _conversion(folder: Path, parts: Sequence[str]) -> str:
     """The command that makes `model.safetensors` of pickled files of tensors; anything but tensors stops it."""
     read = f'torch.load({json.dumps(str(folder) + "/")} + part, map_location="cpu", weights_only=True)'
-    tensors = (
-        f"{{name: tensor.clone().contiguous() for part in {json.dumps(parts)} for name, tensor in {read}.items()}}"
-    )
-    save = f"safetensors.torch.save_file({tensors}, {json.dumps(str(folder / WEIGHTS))})"
+    tensors = f"name: tensor.clone().contiguous() for part in {json.dumps(parts)} for name, tensor in {read}.items()"
+    save = f"safetensors.torch.save_file({{{tensors}}}, {json.dumps(str(folder / WEIGHTS))})"
     return f"python -c {shlex.quote(f'import torch, safetensors.torch; {save}')}"

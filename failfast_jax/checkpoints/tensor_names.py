@@ -3,7 +3,6 @@ heads of tied checkpoints."""
 
 from __future__ import annotations
 
-import collections
 import math
 import re
 from collections.abc import Mapping
@@ -27,25 +26,28 @@ def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, Stor
     Raises:
       CheckpointError: adapters that are not merged, another model around this one, or two names of one tensor.
     """
-    if adapter := next((name for name in tensors if ".lora_" in name or ".base_layer." in name), None):
-        raise CheckpointError(
-            f"{where}: tensor {adapter} is one of a LoRA adapter that is not merged; merge it with peft "
-            "(merge_and_unload) and save the model again"
-        )
-    names = {name: _WRAPPERS.sub(r"\1", name) for name in tensors}
-    if any(name.startswith("layers.") for name in names.values()):
+    renamed: dict[str, str] = {}
+    without_model = any(_WRAPPERS.sub(r"\1", name).startswith("layers.") for name in tensors)
+    for name in tensors:
+        if ".lora_" in name or ".base_layer." in name:
+            raise CheckpointError(
+                f"{where}: tensor {name} is one of a LoRA adapter that is not merged; merge it with peft "
+                "(merge_and_unload) and save the model again"
+            )
+        new = _WRAPPERS.sub(r"\1", name)
         # The inner model alone, or with its head.
-        names = {name: new if new.startswith("lm_head.") else f"model.{new}" for name, new in names.items()}
-    if around := next((new for new in names.values() if new != EMBED and new.endswith(".embed_tokens.weight")), None):
-        raise CheckpointError(
-            f"{where}: tensor {around} belongs to a model inside another one (of images and text, say), which is not "
-            "read; save the language model alone"
-        )
-    if len(set(names.values())) < len(names):
-        [(first, _)] = collections.Counter(names.values()).most_common(1)
-        both = [name for name, new in names.items() if new == first]
-        raise CheckpointError(f"{where}: tensors {' and '.join(both)} are two versions of one; keep the right one")
-    return {names[name]: tensor for name, tensor in tensors.items()}
+        new = f"model.{new}" if without_model and not new.startswith("lm_head.") else new
+        if new != EMBED and new.endswith(".embed_tokens.weight"):
+            raise CheckpointError(
+                f"{where}: tensor {new} belongs to a model inside another one (of images and text, say), which is not "
+                "read; save the language model alone"
+            )
+        if new in renamed:
+            raise CheckpointError(
+                f"{where}: tensors {renamed[new]} and {name} are two versions of one; keep the right one"
+            )
+        renamed[new] = name
+    return {new: tensors[name] for new, name in renamed.items()}
 
 
 def with_head(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], bool]:
@@ -57,26 +59,22 @@ def with_head(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTens
     head, embed = tensors.get(HEAD), tensors.get(EMBED)
     if head is None:
         return tensors, True
-    if embed is None:
-        tensors[EMBED] = tensors.pop(HEAD)
-        return tensors, True
-    if tied := _equal(head, embed):
-        del tensors[HEAD]
+    tied = embed is None or _equal(head, embed)
+    if tied:
+        tensors[EMBED] = tensors.pop(HEAD) if embed is None else embed
+        tensors.pop(HEAD, None)
     return tensors, tied
 
 
 def _equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """True if two tensors hold the same numbers."""
+    """True if two tensors hold the same numbers; read piece by piece."""
     if first.shape != second.shape or not math.prod(first.shape):
         return False
+    # Bytes compare faster than numbers of 16 bits.
+    kind = None if first.dtype == second.dtype else np.float64
     step = max(16 * PIECE // max(first.shape[-1], 1), 1)
     for start in range(0, first.shape[0], step):
-        stop = min(start + step, first.shape[0])
-        values = first.read(start, stop), second.read(start, stop)
-        if first.dtype == second.dtype:
-            values = [value.view(np.uint8) for value in values]
-        else:
-            values = [value.astype(np.float64) for value in values]
-        if not np.array_equal(*values):
+        pieces = [tensor.read(start, min(start + step, first.shape[0])) for tensor in (first, second)]
+        if not np.array_equal(*(piece.view(np.uint8) if kind is None else piece.astype(kind) for piece in pieces)):
             return False
     return True

@@ -10,9 +10,9 @@ import contextlib
 import functools
 import importlib.util
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
 """Classes of transformers that read `vocab.json` and `merges.txt`; `tokenizer.json` needs none."""
-SENTENCEPIECE = "tokenizer.model"
-FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json")
-FILES += ("special_tokens_map.json", "chat_template.jinja", SENTENCEPIECE)
+SENTENCEPIECE, WHOLE, SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+FILES = (WHOLE, SETTINGS, SENTENCEPIECE, "vocab.json", "merges.txt", "added_tokens.json")
+FILES += ("special_tokens_map.json", "chat_template.jinja")
 """The files of a folder that transformers reads."""
 PATIENCE_S, CHARACTERS_A_SECOND = 30.0, 50_000
 """A text may take so many seconds to tokenize, and one more for so many characters: a hundred times what it takes."""
@@ -73,17 +73,16 @@ def _class_of(folder: Path) -> str | None:
     for name in there:
         if (size := (folder / name).stat().st_size) > LARGEST_TEXT:
             raise CheckpointError(f"{folder / name}: {size} bytes; at most {LARGEST_TEXT} are read")
-    if "tokenizer.json" in there:
+    if WHOLE in there:
         return "PreTrainedTokenizerFast"
     if not {"vocab.json", "merges.txt"} <= there:
         return SENTENCEPIECE if SENTENCEPIECE in there else None
-    settings = folder / "tokenizer_config.json"
-    named = read_json(settings).get("tokenizer_class") if settings.name in there else None
-    name = CLASSES[0] if named is None else str(named).removesuffix("Fast")
+    stated = read_json(folder / SETTINGS).get("tokenizer_class") if SETTINGS in there else None
+    name = CLASSES[0] if stated is None else str(stated).removesuffix("Fast")
     if name not in CLASSES:
         raise CheckpointError(
-            f"{settings}: tokenizer_class {quoted(named)} is not read from vocab.json and merges.txt (read are "
-            f"{', '.join(CLASSES)}); put the model's tokenizer.json there"
+            f"{folder / SETTINGS}: tokenizer_class {quoted(stated)} is not read from vocab.json and merges.txt (read "
+            f"are {', '.join(CLASSES)}); put the model's {WHOLE} there"
         )
     return name
 
@@ -131,41 +130,27 @@ def _naming(path: Path, purpose: str, kind: type[InputError]) -> Iterator[None]:
 
 def _in_time(work: Callable[[], Any], text: str) -> Any:
     """Returns or raises what `work` does. It runs in a thread: native code hears neither a clock nor Ctrl-C."""
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome.put((work(), None))
+            outcome.set_result(work())
         except BaseException as error:
-            outcome.put((None, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     seconds = PATIENCE_S + len(text) / CHARACTERS_A_SECOND
     try:
-        value, error = outcome.get(timeout=seconds)
-    except queue.Empty:
+        return outcome.result(timeout=seconds)
+    except TimeoutError:
         raise TimeoutError(f"after {seconds:.0f} s it was not done with {len(text)} characters") from None
-    if error is not None:
-        raise error
-    return value
 
 
 def _sentencepiece_options(folder: Path) -> dict[str, Any]:
-    """Arguments for a folder with `tokenizer.model` alone, as Llama 2's: defaults of the class that it names.
-
-    Raises:
-      CheckpointError: `sentencepiece`, with which transformers translates the file, is not installed.
-    """
-    if importlib.util.find_spec("sentencepiece") is None:
-        there = (
-            f"transformers.PreTrainedTokenizerFast.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        )
-        raise CheckpointError(
-            f"{folder}: {SENTENCEPIECE} and no tokenizer.json: pip install sentencepiece protobuf, or convert it where "
-            f"they are: {there}"
-        )
-    file = folder / "tokenizer_config.json"
-    settings = read_json(file) if file.is_file() else {}
+    """Arguments for a folder with `tokenizer.model` alone, as Llama 2's: defaults of the class that it names."""
+    if importlib.util.find_spec("sentencepiece") is None:  # with which transformers translates the file
+        raise CheckpointError(f"{folder}: {SENTENCEPIECE} and no {WHOLE}: pip install sentencepiece protobuf")
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     if not str(settings.get("tokenizer_class") or "Llama").startswith(("Llama", "CodeLlama")):
         return {}
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
@@ -173,17 +158,15 @@ def _sentencepiece_options(folder: Path) -> dict[str, Any]:
 
 
 def _transformers() -> ModuleType:
-    # Importing it without PyTorch otherwise prints an advice to install PyTorch.
+    # Without PyTorch, the import otherwise prints an advice to install it.
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = before or "1"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "1")
     try:
         import transformers
     finally:
-        if before is None:
+        if not is_set:
             del os.environ[name]
-        else:
-            os.environ[name] = before
     return transformers
 
 
@@ -203,38 +186,33 @@ def check_same_tokens(
     target_name: str = "target",
     drafter_name: str = "drafter",
 ) -> int:
-    """Checks that both models mean the same by each token id.
+    """Checks that both models mean the same by each token id; returns the number of leading ids that may be drafted.
 
     Ids that only one tokenizer defines are no conflict: a drafter may have its mask token, and the
     embeddings of one family differ in their padding rows.
-
-    Returns:
-      How many leading ids both models can embed: the ids that may be drafted.
 
     Raises:
       ValueError: an id that means two things; or, if a model has no tokenizer, different vocabulary
         sizes. The message names both models.
     """
     both = f"target {target_name} and drafter {drafter_name}"
-    shared = min(target_config.vocab_size, drafter_config.vocab_size)
+    sizes = target_config.vocab_size, drafter_config.vocab_size
     if target_tokenizer is None or drafter_tokenizer is None:
-        if target_config.vocab_size != drafter_config.vocab_size:
+        if sizes[0] != sizes[1]:
+            without = "target" if target_tokenizer is None else "drafter"
             raise ValueError(
-                f"{both} cannot be checked for equal tokens because "
-                f"{'the target' if target_tokenizer is None else 'the drafter'} has no tokenizer, and their "
-                f"vocabularies have {target_config.vocab_size} and {drafter_config.vocab_size} ids"
+                f"{both} cannot be checked for equal tokens because the {without} has no tokenizer, and their "
+                f"vocabularies have {sizes[0]} and {sizes[1]} ids"
             )
-        return shared
-    target_tokens = {id: token for token, id in target_tokenizer.get_vocab().items()}
-    drafter_tokens = {id: token for token, id in drafter_tokenizer.get_vocab().items()}
-    common = [id for id in target_tokens.keys() & drafter_tokens.keys() if id < shared]
+        return sizes[0]
+    tokens, others = ({id: token for token, id in t.get_vocab().items()} for t in (target_tokenizer, drafter_tokenizer))
+    common = [id for id in tokens.keys() & others.keys() if id < min(sizes)]
     if not common:
         raise ValueError(f"{both} have no token id in common")
-    different = [id for id in common if target_tokens[id] != drafter_tokens[id]]
-    if different:
+    if different := [id for id in common if tokens[id] != others[id]]:
         first = min(different)
         raise ValueError(
             f"{both} have different vocabularies ({len(different)} of {len(common)} ids differ): id {first} is "
-            f"{target_tokens[first]!r} in the target and {drafter_tokens[first]!r} in the drafter"
+            f"{tokens[first]!r} in the target and {others[first]!r} in the drafter"
         )
-    return shared
+    return min(sizes)

@@ -1,8 +1,8 @@
 """Keys of a model's `config.json`: read, harmless, or refused because they change what the model computes.
 
-A key that is in no table and has a value that says something is refused if its name speaks of the computation
-(`STEMS`), and named in a warning otherwise. null, false, "", [] and {} say nothing. Drafters' keys follow the same
-rules (`checkpoints.drafter_keys`).
+`assets/config_keys.toml` has the tables of unread keys. A key that is in none and has a value that says something is
+refused if its name speaks of the computation, and named in a warning otherwise. null, false, "", [] and {} say nothing.
+Drafters' keys follow the same rules (`checkpoints.drafter_keys`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from failfast_jax.errors import ConfigError, quoted
+from failfast_jax.errors import CheckpointError, ConfigError, quoted
 from failfast_jax.models.model_config import (
     BLOCK_KEYS,
     FAST_DLLM_MODEL_TYPE,
@@ -146,89 +148,19 @@ READ = frozenset(KEYS) | {
     *("architectures", "failfast_format", "layer_types", "max_window_layers", "model_type"),
     *(ORIGINAL_CONTEXT, "partial_rotary_factor", "rope_theta", "sliding_window"),
 } - {"mask_token_id"}
-"""`quantization_config` and its relatives are refused before (`checkpoints.quantised`)."""
 
-HARMLESS = frozenset(
-    # Names, versions, how other programs load, train, serve or show the model.
-    """
-    _commit_hash _name_or_path base_model_pp_plan base_model_tp_plan chances custom_pipelines debug decoding dtype
-    ep_size finetuning_task gradient_checkpointing is_llama_config kv_cache_dtype language mergekit_version
-    micro_forward model_name name_or_path output_router_logits problem_type skip_checkpoint tie_encoder_decoder
-    tokenizer_class torch_dtype torchscript training transformers.js_config transformers_version unsloth_fixed
-    unsloth_version use_bfloat16 use_deepep
-    """.split()
-    # Drafters' own of that kind.
-    + """
-    confidence_head_alpha draft_num_hidden_layers embed_requires_grad head_hidden_act max_anchors num_anchors
-    speculators_config speculators_model_type speculators_version target_model_type target_num_hidden_layers
-    target_vocab_size ttt_length
-    """.split()
-    # Token ids, labels, what a forward pass returns, and ways to the same numbers.
-    + """
-    additional_special_tokens bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id id2label
-    is_decoder label2id logits_to_keep max_seq_len max_seq_length max_sequence_length model_max_length
-    num_labels num_logits_to_keep output_attentions output_hidden_states pad_token_id prefix pretraining_tp
-    return_dict sep_token_id seq_length task_specific_params tie_last_hidden_states tokenizer_model_max_length
-    unk_token_id use_cache use_return_dict
-    """.split()
-    # Sampling, as transformers 4 wrote it into every configuration.
-    + """
-    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
-    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens
-    min_length min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
-    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
-    suppress_tokens target_lookbehind temperature top_k top_p typical_p
-    """.split()
+QUANTISED = ("quantization_config", "quantization", "compression_config", "quantize_config", "quant_config")
+"""Keys of transformers, MLX, older versions of compressed-tensors, AutoGPTQ and AutoAWQ."""
+UNQUANTISED = (
+    "quantised weights are not read: take the unquantised checkpoint, which --quantize int8 rounds while it is read, "
+    "or a GGUF file"
 )
-"""Keys that change nothing that is computed here, whatever their value."""
 
-_ONES = """
-    compression_ratio embedding_multiplier embedding_scale input_embedding_scale logit_scale logits_scaling
-    output_multiplier parallel_draft_step residual_multiplier residual_scale rope_pct rope_ratio rotary_pct scale_emb
-    """
-_SWITCHES = """
-    causal has_lm_head is_causal is_neox_style next_layer_regular rope_is_neox_style scale_attn_weights
-    use_aux_hidden_state use_input_layernorm_in_first_layer use_last_layernorm use_rms_norm use_rmsnorm use_rope
-    """
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_ONES.split(), (1,)),
-    **dict.fromkeys(_SWITCHES.split(), (True,)),
-    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "use_bias"), ()),
-    **dict.fromkeys(("activation_function", "hidden_activation", "mlp_hidden_act"), ("silu", "swish")),
-    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False,)),
-    "activation": ("silu", "swish", "swiglu"),
-    "attention_mode": ("gqa", "mha"),
-    "norm_type": ("rmsnorm", "rms_norm", "RMSNorm"),
-    "position_embedding_type": ("rope", "rotary"),
-    "projector_type": ("dflash",),
-}
-"""Keys of other models, or of switches of these: the values under which they change nothing."""
-
-STEMS = frozenset(
-    """
-    act activation alibi alpha attention attn bd beta bias bits block causal chunk clip conv depth diffusion dim emb
-    embed embedding embeddings eps epsilon expert experts factor gain gate gated gating hash head heads hidden kv
-    lambda layer layernorm layers ln logit logits loop loops lora low mamba mask mixture mlp moe mtp multiplier mup
-    nope norm pos position positional prune pruned qk quant quantization query rank ratio recurrence recurrent
-    residual rms rope rotary router scale scaling shared sink sinks skip sliding softcap softcapping softmax sparse
-    ssm state swa temperature text theta tie tied topk ut value values vision width window xpos
-    """.split()
-)
-"""Words in the names of keys that speak of what a model computes."""
-REFUSED = frozenset(
-    """
-    draft_vocab_size pard_token parallel_drafting ptd_token_id pure_draft_prefix_len sample_from_anchor selector_top_k
-    shift_label spd_type truncated_vocab_size
-    """.split()
-)
-"""Keys that change what is computed or drafted, where they are not read, and whose names do not tell."""
-HARMLESS_STEMS = frozenset(
-    """
-    backend dropout flash flex fuse fused implementation initializer layerdrop loss losses neftune pdrop sdpa
-    """.split()
-)
-"""Words in the names of keys that speak of training alone, or of a program for the same numbers."""
+with (Path(__file__).parents[1] / "assets" / "config_keys.toml").open("rb") as _file:
+    _TABLES = tomllib.load(_file)
+HARMLESS = frozenset(" ".join(_TABLES["harmless"].values()).split())
+NEUTRAL: dict[str, tuple[Any, ...]] = {key: tuple(allowed) for key, allowed in _TABLES["neutral"].items()}
+STEMS, HARMLESS_STEMS, REFUSED = (frozenset(_TABLES["refused"][part].split()) for part in ("words", "but_not", "keys"))
 
 
 def read(keys: Mapping[str, Reader], raw: Mapping[str, Any], where: values.Where) -> dict[str, Any]:
@@ -444,6 +376,12 @@ def check_unread(
         unknown.append(f"{key!r} ({quoted(value)})")
     if unknown:
         warn_once(f"{where}: not known and not read: {', '.join(unknown)}{advice}")
+
+
+def check_not_quantised(raw: Mapping[str, Any], where: values.Where) -> None:
+    """Raises CheckpointError: the settings are those of quantised weights."""
+    if key := next((key for key in QUANTISED if raw.get(key)), None):
+        raise CheckpointError(f"{where}: key {key!r} is {quoted(raw[key])}: {UNQUANTISED}")
 
 
 def check(raw: Mapping[str, Any], context: int, where: str) -> None:

@@ -217,7 +217,7 @@ def test_keys_that_change_drafts_are_refused_by_name(write, name, place, key, va
 
 
 REFUSED = [  # a published drafter, keys of its configuration, and what the message names
-    (EAGLE, {"quantization_config": {"quant_method": "awq"}}, "quantised by AWQ"),
+    (EAGLE, {"quantization_config": {"quant_method": "awq"}}, "key 'quantization_config'"),
     (EAGLE, {"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc"),
     (EAGLE, {"is_causal": False}, "is_causal"),
     (DSPARK, {"markov_rank": 2**70}, "'markov_rank' must be an integer .* got 11805916"),

@@ -90,7 +90,7 @@ def test_a_cache_without_a_part_is_not_used(cache):
     "changes, message",
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised by AWQ"),
+        ({"quantization_config": {"quant_method": "awq"}}, "key 'quantization_config'"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
         ({}, None),
         ({"model_type": "anything", "architectures": ["DFlashDraftModel"]}, None),

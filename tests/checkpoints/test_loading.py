@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -91,7 +90,7 @@ def test_shards_that_contradict_the_index(golden):
     without = {key: name for key, name in weight_map.items() if key != first}
     for index, match in (
         ({"weight_map": weight_map | {"extra": "model-00001-of-00003.safetensors"}}, "model-00001.*tensor extra"),
-        ({"weight_map": without}, f"model-00001.*holds tensor {first}"),
+        ({"weight_map": without}, f"model-00001.*tensor {first} is there"),
         ({}, "no 'weight_map'"),
         ({"weight_map": weight_map | {first: 7}}, f"tensor {first} is in 7"),
         ({"weight_map": weight_map | {first: None}}, f"tensor {first} is in None"),
@@ -117,7 +116,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_named_before_any_data_is_r
     message = str(error.value)
     assert "missing tensors: model.layers.1.self_attn.k_proj.bias" in message
     assert "unexpected tensors: model.layers.0.self_attn.o_proj.bias" in message
-    assert re.search(r"config.json has model_type '\w+' and architectures \['\w+'\]: is it another one?", message)
+    assert "model_type really 'qwen2'" in message
     assert "model.layers.2.mlp.up_proj.weight is [127, 64]" in message and "not [128, 64]" in message
     assert str(folder / "model.safetensors") in message
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import sentencepiece
@@ -94,50 +95,31 @@ def test_two_versions_of_a_tensor(tmp_path):
 # Quantised checkpoints.
 
 
-@pytest.mark.parametrize(
-    "settings, name",
-    [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}}, r"AWQ \(4 bits\)"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}, "compressed-ten"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, r"bitsandbytes \(4 bits\)"),
-        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, r"MLX \(4 bits\)"),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
-        ({"quantization_config": "int4"}, "int4"),
-    ],
-)
-def test_settings_of_quantised_checkpoints(tmp_path, settings, name):
-    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2_untied") | settings))
-    refuses(f"config.json: quantised by {name}.*: not read; take the unquantised checkpoint", tmp_path)
+@pytest.mark.parametrize("key", ["quantization_config", "quantization", "compression_config", "quantize_config"])
+def test_settings_of_quantised_checkpoints(tmp_path, key):
+    for settings in ({"quant_method": "awq", "bits": 4}, "int4"):
+        (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2_untied") | {key: settings}))
+        refuses(f"config.json: key '{key}' is .*(awq|int4).*quantised weights are not read", tmp_path)
 
 
 PROJECTION = "model.layers.0.self_attn.q_proj."
 
 
 @pytest.mark.parametrize(
-    "stored, name",
+    "stored",
     [
-        ({"qweight": np.int32, "qzeros": np.int32, "scales": np.float16, "g_idx": np.int32}, "GPTQ"),
-        ({"qweight": np.int32, "qzeros": np.int32, "scales": np.float16}, "AWQ"),
-        ({"weight": np.uint32, "scales": np.float16, "biases": np.float16}, "MLX"),
-        ({"weight": np.uint8, "weight.absmax": np.float32, "weight.quant_map": np.float32}, r"bitsandbytes \(4 bits\)"),
-        ({"weight": np.int8, "SCB": np.float32}, r"bitsandbytes \(8 bits\)"),
-        ({"weight_packed": np.int32, "weight_scale": np.float16, "weight_shape": np.int64}, "compressed-tensors"),
-        ({"weight": np.int8, "weight_scale": np.float32}, "compressed-tensors"),
-        ({"weight": "F8", "weight_scale_inv": np.float32}, "FP8"),
-        ({"weight": "F8", "weight_scale": np.float32}, "FP8"),
-        ({"weight": np.uint8, "weight_scale": "F8", "weight_scale_2": np.float32}, r"ModelOpt \(NVFP4\)"),
+        {"qweight": np.int32, "qzeros": np.int32, "scales": np.float16, "g_idx": np.int32},  # GPTQ
+        {"weight": np.uint8, "weight.absmax": np.float32},  # bitsandbytes
+        {"weight": "F8", "weight_scale_inv": np.float32},
     ],
 )
-def test_tensors_of_quantised_checkpoints_whose_settings_say_nothing(tmp_path, stored, name):
-    import ml_dtypes
-
+def test_tensors_of_quantised_checkpoints_whose_settings_say_nothing(tmp_path, stored):
     tensors = tensors_of("qwen2_untied")
     del tensors[f"{PROJECTION}weight"]
     for ending, dtype in stored.items():
         tensors[PROJECTION + ending] = np.zeros((8, 8), ml_dtypes.float8_e4m3fn if dtype == "F8" else dtype)
-    refuses(f"model.safetensors: quantised by {name}: not read", hf_folder(tmp_path, "qwen2_untied", tensors))
+    message = f"model.safetensors: tensor {PROJECTION}.* has dtype .*; quantised weights are not read"
+    refuses(message, hf_folder(tmp_path, "qwen2_untied", tensors))
 
 
 # Metadata of GGUF files.
@@ -198,23 +180,18 @@ def test_the_command_for_pickles_converts_every_part(tmp_path):
     assert np.array_equal(logits(folder), logits(GOLDEN / "llama_tied"))
 
 
-def test_the_command_for_pickles_names_all_parts_or_is_left_out(tmp_path):
-    def parts(*names: str, index: dict | None = None) -> str:
+def test_the_command_for_pickles_names_the_parts_or_is_left_out(tmp_path):
+    def parts(*names: str) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         for name in names:
             (folder / name).touch()
-        if index:
-            (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
         with pytest.raises(CheckpointError, match="pickled weights") as error:
             safetensors_file.folder_tensors(folder)
         return str(error.value)
 
     two = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
     assert all(name in parts(*two, "optimizer.pt").partition("python -c")[2] for name in two)
-    assert "python -c" not in parts(two[0]) and f"{two[1]} is missing" in parts(two[0])
-    assert "b.bin is missing" in parts("a.bin", index={"x": "a.bin", "y": "b.bin"})
-    assert '["a.bin", "b.bin"]' in parts("b.bin", "a.bin", "c.bin", index={"x": "a.bin", "y": "b.bin"})
     assert '["pytorch_model.bin"]' in parts("pytorch_model.bin", "training_args.bin", "scheduler.pt")
     assert "python -c" not in parts("consolidated.00.pth", "consolidated.01.pth")
 
@@ -285,5 +262,5 @@ def test_tokenizer_model_without_the_library(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
         load_tokenizer(tmp_path)
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match="pip install sentencepiece protobuf, or convert it where they are"):
+    with pytest.raises(CheckpointError, match="pip install sentencepiece protobuf"):
         load_tokenizer(tmp_path)

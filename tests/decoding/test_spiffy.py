@@ -137,7 +137,7 @@ def test_a_graph_is_read_as_it_was_written(graph_file):
     assert graph.pair_sets == states(4) and graph.about == {"threshold": 1.0}
     expected = [[0, -1, -1, -1], [-1, 0, -1, -1], [0, 0, -1, -1], [1, -1, -1, -1]]
     assert graph.states(4, 8, 4).tolist() == expected
-    with pytest.raises(OptionError, match=r"--spiffy 11: .* has 10 states; calibrate more with python -m failfast_jax"):
+    with pytest.raises(OptionError, match=r"--spiffy 11: .* has 10 states: calibrate again with python"):
         graph.states(11, 8, 4)
     with pytest.raises(OptionError, match="is for blocks of 8 in parts of 4, not for 32 in parts of 8: calibrate"):
         graph.states(4, 32, 8)

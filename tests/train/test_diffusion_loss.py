@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +123,8 @@ OPTIONS = {
 def test_loss_and_gradients_equal_the_dense_reference(name):
     options = OPTIONS[name]
     batch, key = text_batch(VOCAB if options.kl_weight else None), jax.random.key(2)
+    _, _, masked = corrupted_batch(model(), batch, key, options)
+    blocks = masked.reshape(len(masked), -1, BLOCK).any(-1)
     (got, metrics), gradients = value_and_grad(model(), batch, key, options)
     expected, expected_gradients = dense_value_and_grad(model(), batch, key, options)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -131,6 +132,7 @@ def test_loss_and_gradients_equal_the_dense_reference(name):
     share, kl = options.kl_weight, metrics["kl"] if options.kl_weight else 0.0
     np.testing.assert_allclose(got, (1 - share) * metrics["cross_entropy"] + share * kl, rtol=1e-6)
     assert_gradients_close(gradients, expected_gradients)
+    assert metrics["labels"] == masked.sum() and metrics["firsts"] == blocks.sum()
 
 
 def test_labels_are_scored_by_the_rows_that_draft_them():
@@ -190,57 +192,6 @@ def test_head_chunks_change_nothing():
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6, err_msg=name)
 
 
-@functools.partial(quick_jit, static_argnums=3)
-def dense_hidden(model, noised, tokens, live: tuple[int, ...]):
-    return dense_pair(model, noised, tokens, np.asarray(live))
-
-
-def test_metrics():
-    """Against argmaxes and masks counted here."""
-    batch, key, options = text_batch(), jax.random.key(6), PLAIN
-    live = tuple(whole_blocks(batch["length"]).tolist())
-    # Some labels are what the drafter says, so that there is something to count.
-    tokens, noised, masked = corrupted_batch(model(), batch, key, PLAIN)
-
-    def guesses():
-        logits = np.array(model().logits_of(jnp.stack(dense_hidden(model(), noised, tokens, live))))
-        logits[..., MASK] = -np.inf
-        return logits.argmax(-1)
-
-    guessed = guesses()
-    for b, i in zip(*np.nonzero(masked)):
-        # The last block's tokens come after everything that predicts them.
-        if i // BLOCK == (batch["length"][b] - 1) // BLOCK and (i % 2 == 0 or i % BLOCK == 0):
-            batch["tokens"][b, i] = tokens[b, i] = guessed[int(i % BLOCK == 0), b, i - 1]
-    (_, metrics), _ = value_and_grad(model(), batch, key, options)
-    guessed, seen = guesses(), set()
-    right, right_first = 0, 0
-    for b, i in zip(*np.nonzero(masked)):
-        hit = guessed[int(i % BLOCK == 0), b, i - 1] == tokens[b, i]
-        right += hit
-        if (b, i // BLOCK) not in seen:
-            seen.add((b, i // BLOCK))
-            right_first += hit
-    assert 0 < right_first < right < masked.sum()
-    assert metrics["labels"] == masked.sum() and metrics["firsts"] == len(seen)
-    np.testing.assert_allclose(metrics["accuracy"], right / masked.sum(), rtol=1e-6)
-    np.testing.assert_allclose(metrics["first_accuracy"], right_first / len(seen), rtol=1e-6)
-
-
-@pytest.mark.parametrize("agrees", [True, False])
-def test_divergence_from_a_teacher(agrees):
-    """A teacher with the drafter's own logits, over the ids that a target without a mask token has."""
-    batch, key = text_batch(), jax.random.key(6)
-    tokens, noised, _ = corrupted_batch(model(), batch, key, PLAIN)
-    noised_rows, clean_rows = dense_hidden(model(), noised, tokens, tuple(whole_blocks(batch["length"]).tolist()))
-    ends = (np.arange(WIDTH) % BLOCK == BLOCK - 1)[:, None]
-    teacher = np.array(model().logits_of(jnp.where(ends, clean_rows, noised_rows)))[..., :MASK]
-    batch["teacher_logits"] = teacher if agrees else teacher * 1.5
-    value, metrics = value_of(model(), batch, key, dataclasses.replace(PLAIN, kl_weight=1.0))
-    assert value == metrics["kl"]
-    assert abs(value) < 1e-6 if agrees else value > 1e-3
-
-
 def test_a_batch_without_answers():
     batch = text_batch() | {"prompt_length": np.full(4, WIDTH, np.int32)}
     (value, metrics), gradients = value_and_grad(model(), batch, jax.random.key(0), PLAIN)
@@ -256,15 +207,16 @@ def test_the_first_token_and_the_mask_token_are_no_labels():
     assert np.isfinite(value)
 
 
-def test_errors():
-    net, key = model(), jax.random.key(0)
-    tokens = random_tokens(2, 20)
-    batch = {"tokens": tokens, "prompt_length": np.asarray([1, 1]), "length": np.asarray([20, 20])}
-    with pytest.raises(ValueError, match=r"length 20 .* block size 8"):
-        loss(net, batch, key, PLAIN)
-    with pytest.raises(ValueError, match="teacher_logits"):
-        loss(net, text_batch(), key, dataclasses.replace(PLAIN, kl_weight=0.1))
-    with pytest.raises(ValueError, match=rf"{VOCAB + 1} ids .* {VOCAB}"):
-        loss(net, text_batch(VOCAB + 1), key, dataclasses.replace(PLAIN, kl_weight=0.1))
-    with pytest.raises(ValueError, match="mask_token_id"):
-        loss(random_model(tiny_config()), text_batch(), key, PLAIN)
+@pytest.mark.parametrize(
+    "net, batch, changes, message",
+    [
+        (model(), {**text_batch(), "tokens": random_tokens(4, 20)}, {}, r"length 20 .* block size 8"),
+        (model(), text_batch(), {"kl_weight": 0.1}, "teacher_logits"),
+        (model(), text_batch(VOCAB + 1), {"kl_weight": 0.1}, rf"{VOCAB + 1} ids .* {VOCAB}"),
+        (random_model(tiny_config()), text_batch(), {}, "mask_token_id"),
+    ],
+    ids=("length", "no teacher", "wide teacher", "no mask"),
+)
+def test_errors(net, batch, changes, message):
+    with pytest.raises(ValueError, match=message):
+        loss(net, batch, jax.random.key(0), dataclasses.replace(PLAIN, **changes))

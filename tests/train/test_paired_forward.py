@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from block_texts import BLOCK, MASK, WIDTH, model, pair, quick_jit, random_tokens, visible
 
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.paired_forward import forward_pair
 
 
 def test_mask_rule_by_perturbation():
@@ -24,24 +22,10 @@ def test_mask_rule_by_perturbation():
     np.testing.assert_array_equal(changed, visible(length, 4, live) | np.eye(2 * length, dtype=bool))
 
 
-def test_copies_of_a_text_share_its_clean_copy():
-    noised, clean = random_tokens(6, WIDTH, seed=1), random_tokens(2, WIDTH, seed=2)
-    lengths = np.asarray([20, 24], np.int32)
-    together, clean_rows = pair(model(), noised, clean, lengths)
-    one_each, tiled = pair(model(), noised, np.tile(clean, (3, 1)), np.tile(lengths, 3))
-    np.testing.assert_allclose(together, one_each, atol=2e-6)
-    np.testing.assert_allclose(np.tile(clean_rows, (3, 1, 1)), tiled, atol=2e-6)
-
-
-def drafting_texts() -> tuple[np.ndarray, np.ndarray]:
-    """One text for each number of clean leading tokens in its last block: clean, and with masks after them."""
-    clean = np.tile(random_tokens(1, WIDTH, seed=4), (BLOCK, 1))
-    front = WIDTH - BLOCK + np.arange(BLOCK)
-    return clean, np.where(np.arange(WIDTH) < front[:, None], clean, MASK)
-
-
 def test_noised_rows_are_what_the_drafter_computes():
-    clean, text = drafting_texts()
+    """One text for each number of clean leading tokens in its last block, with masks after them."""
+    clean = np.tile(random_tokens(1, WIDTH, seed=4), (BLOCK, 1))
+    text = np.where(np.arange(WIDTH) < WIDTH - BLOCK + np.arange(BLOCK)[:, None], clean, MASK)
     noised = text.copy()
     noised[:, : WIDTH - BLOCK] = MASK  # earlier blocks are read from the clean copy alone
     net, start = model(), WIDTH - BLOCK
@@ -77,11 +61,3 @@ def test_length_hides_what_follows():
     alone = pair(model(), noised[1:, :16], clean[1:, :16])
     for padded, short in zip(rows[0], alone):
         np.testing.assert_allclose(padded[1, :16], short[0], atol=5e-6)
-
-
-def test_errors():
-    tokens = random_tokens(2, 20)
-    with pytest.raises(ValueError, match=r"length 20 .* block size 8"):
-        forward_pair(model(), tokens, tokens)
-    with pytest.raises(ValueError, match=r"\(3, 24\) do not fit .* \(2, 24\)"):
-        forward_pair(model(), random_tokens(3, WIDTH), random_tokens(2, WIDTH))

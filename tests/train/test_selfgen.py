@@ -17,6 +17,7 @@ from failfast_jax import FailFast
 from failfast_jax.public_data.question_sets import humaneval_prompts
 from failfast_jax.train import openings as texts
 from failfast_jax.train import selfgen
+from failfast_jax.train.documents import read_documents
 from failfast_jax.train.selfgen_writer import SelfgenOptions, Writer, WriterTexts, user_turn
 from failfast_jax.util.command_line import OutOfTime
 
@@ -64,45 +65,29 @@ def writer_of(engine: FailFast, *, openings=("what is", ""), held_out=(), kind=W
     return kind(engine, SelfgenOptions(**(values | changes)), WriterTexts(openings, held_out))
 
 
-def arrays(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as data:
-        return dict(data)
-
-
-def documents(path: Path) -> list[tuple[list[int], list[int]]]:
-    data = arrays(path)
-    parts = [np.split(data[name], np.cumsum(data[f"{name}_len"])[:-1]) for name in ("prompt", "answer")]
-    return [(prompt.tolist(), answer.tolist()) for prompt, answer in zip(*parts)]
-
-
-def equal(a: Path, b: dict[str, np.ndarray]) -> bool:
-    a = arrays(a)
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and np.array_equal(a[k], b[k]) for k in a)
+def documents(folder: Path, number: int = 0) -> list[tuple[list[int], list[int]]]:
+    pairs = read_documents(selfgen.shard_path(folder, number), VOCAB)
+    return [(prompt.tolist(), answer.tolist()) for prompt, answer in pairs]
 
 
 def test_shards(written, engine):
-    out = written
-    assert sorted(path.name for path in out.iterdir()) == ["selfgen.json", "shard-00000.npz", "shard-00001.npz"]
-    settings = json.loads((out / "selfgen.json").read_text())
+    assert sorted(path.name for path in written.iterdir()) == ["selfgen.json", "shard-00000.npz", "shard-00001.npz"]
+    settings = json.loads((written / "selfgen.json").read_text())
     assert (settings["target"], settings["vocab_size"], settings["eos_token_ids"]) == ("tiny", VOCAB, [1])
     assert settings["template"] == [BEFORE, AFTER] and settings["max_answer_tokens"] == 20
-    tokenizer = engine.tokenizer
-    prompts, before, after = [], tokenizer(BEFORE)["input_ids"], tokenizer(AFTER)["input_ids"]
-    for number in range(2):
-        data = arrays(selfgen.shard_path(out, number))
-        assert set(data) == {"prompt", "prompt_len", "answer", "answer_len"}
-        assert data["prompt"].dtype == data["answer"].dtype == np.uint16
-        assert data["prompt_len"].dtype == data["answer_len"].dtype == np.int32
-        for name in ("prompt", "answer"):
-            assert data[f"{name}_len"].shape == (5,) and data[name].shape == (data[f"{name}_len"].sum(),)
-        for prompt, answer in documents(selfgen.shard_path(out, number)):
-            assert prompt[: len(before)] == before and prompt[-len(after) :] == after
-            content = prompt[len(before) : -len(after)]
-            assert not {1, 2} & set(content) and 3 <= len(content) <= 12 + len("what is")
-            assert prompt == engine.encode(tokenizer.decode(content))
-            expected = engine.generate([prompt, prompt], method="vanilla", max_new_tokens=20)[0]
-            assert answer == expected.output_ids and (answer[-1] == 1 or len(answer) == 20)
-            prompts.append(tuple(prompt))
+    tokenizer, prompts = engine.tokenizer, []
+    before, after = (tokenizer(text)["input_ids"] for text in (BEFORE, AFTER))
+    with np.load(selfgen.shard_path(written, 0)) as data:
+        dtypes = {name: data[name].dtype.name for name in data}
+    assert dtypes == {"prompt": "uint16", "prompt_len": "int32", "answer": "uint16", "answer_len": "int32"}
+    for prompt, answer in documents(written) + documents(written, 1):
+        assert prompt[: len(before)] == before and prompt[-len(after) :] == after
+        content = prompt[len(before) : -len(after)]
+        assert not {1, 2} & set(content) and 3 <= len(content) <= 12 + len("what is")
+        assert prompt == engine.encode(tokenizer.decode(content))
+        expected = engine.generate([prompt, prompt], method="vanilla", max_new_tokens=20)[0]
+        assert answer == expected.output_ids and (answer[-1] == 1 or len(answer) == 20)
+        prompts.append(tuple(prompt))
     assert len(set(prompts)) == 10
     contents = [tokenizer.decode(prompt)[len(BEFORE) :] for prompt in prompts]
     assert any(text.startswith("what is") for text in contents)
@@ -112,28 +97,28 @@ def test_shards(written, engine):
 def test_a_run_continues_with_the_same_data(make, written, tmp_path, capsys):
     out = shutil.copytree(written, tmp_path / "data")
     first, second = (selfgen.shard_path(out, number) for number in range(2))
-    before, time = arrays(second), first.stat().st_mtime_ns
-    assert not equal(first, before)
+    before, time = documents(out, 1), first.stat().st_mtime_ns
+    assert documents(out) != before
     second.unlink()
     second.with_name(second.name + ".part").write_bytes(b"cut off")
     make(out, "--documents", 10)
-    assert equal(second, before) and first.stat().st_mtime_ns == time
+    assert documents(out, 1) == before and first.stat().st_mtime_ns == time
     # A longer run continues after them, in pieces; a folder that has all is left as it is.
     with pytest.raises(OutOfTime):
         make(out, "--documents", 20, "--minutes", 1e-9)
     make(out, "--documents", 20)
     make(out, "--documents", 20, engine=None)
-    assert equal(second, before) and len(list(out.iterdir())) == 5
+    assert documents(out, 1) == before and len(list(out.iterdir())) == 5
     assert "selfgen: 5 documents" in capsys.readouterr().err
     make(tmp_path / "other", "--documents", 5, "--seed", 1)
-    assert not equal(selfgen.shard_path(tmp_path / "other", 0), arrays(first))
+    assert documents(tmp_path / "other") != documents(out)
 
 
 @pytest.mark.long
 def test_both_steps_use_the_method(make, written, tmp_path):
     """Lookup decoding is lossless, sampled and greedy: the shards are the same."""
     make(tmp_path / "data", "--documents", 6, "--method", "lookup")
-    assert equal(selfgen.shard_path(tmp_path / "data", 1), arrays(selfgen.shard_path(written, 1)))
+    assert documents(tmp_path / "data", 1) == documents(written, 1)
 
 
 @pytest.fixture
@@ -155,8 +140,8 @@ def test_questions_are_answered_instead(ask, engine, tmp_path, capsys):
     ask(out, rows)
     message = capsys.readouterr().err
     assert "2 of 8 questions are held out or double" in message and "selfgen: 6 documents" in message
-    written = [document for number in range(2) for document in documents(selfgen.shard_path(out, number))]
-    assert len(documents(selfgen.shard_path(out, 0))) == 5
+    written = documents(out) + documents(out, 1)
+    assert len(documents(out)) == 5
     assert sorted(tuple(prompt) for prompt, _ in written) == sorted(tuple(engine.encode(text)) for text in asked)
     for prompt, answer in written:
         assert answer == engine.generate([prompt, prompt], method="vanilla", max_new_tokens=20)[0].output_ids
@@ -185,35 +170,35 @@ def test_questions_that_cannot_be_asked(ask, rows, more, words, tmp_path):
     assert not list((tmp_path / "data").glob("shard*"))
 
 
-REFUSED = {
-    "--documents 0": "--documents 0: ",
-    "--max-prompt-tokens 2": "--max-prompt-tokens 2: ",
-    "--temperature 0": "--temperature 0.0: ",
-    "--temperature nan": "--temperature nan: ",
-    "--top-p 1.5": "--top-p 1.5: ",
-    "--seed -1": "--seed -1: ",
-    "--batch-size 3 --data-parallel 2": "--batch-size 3: .*--data-parallel 2",
-    "--openings no/such.txt": "--openings no/such.txt: ",
-    "--openings /dev/null": "--openings /dev/null: ",
-    "--minutes 0": "--minutes 0",
-}
-OTHER_SETTINGS = {
-    "--seed 1": "seed: 0 there, 1 here",
-    "--target other": "target: 'tiny' there, 'other' here",
-    "--method lookup": "method: 'vanilla' there, 'lookup' here",
-    "--shard-size 6": "shard_size: 5 there, 6 here",
-    "--dtype bfloat16": "dtype: 'float32' there, 'bfloat16' here",
-}
-
-
-@pytest.mark.parametrize("flags, words", REFUSED.items())
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--documents 0", ""),
+        ("--max-prompt-tokens 2", ""),
+        ("--temperature 0", ""),
+        ("--top-p 1.5", ""),
+        ("--seed -1", ""),
+        ("--batch-size 3 --data-parallel 2", ".*--data-parallel 2"),
+        ("--openings no/such.txt", ""),
+        ("--openings /dev/null", ""),
+        ("--minutes 0", ""),
+    ],
+)
 def test_bad_options_are_refused_before_anything_is_loaded(make, flags, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=" ".join(flags.split()[:2]) + words):
         make(tmp_path / "data", *flags.split(), engine=None)
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("flags, words", OTHER_SETTINGS.items())
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--seed 1", "seed: 0 there, 1 here"),
+        ("--target other", "target: 'tiny' there, 'other' here"),
+        ("--method lookup", "method: 'vanilla' there, 'lookup' here"),
+        ("--dtype bfloat16", "dtype: 'float32' there, 'bfloat16' here"),
+    ],
+)
 def test_a_folder_of_other_settings_is_refused(make, written, flags, words):
     with pytest.raises(ValueError, match=f"--out .*{words}"):
         make(written, "--documents", 15, *flags.split(), engine=None)
@@ -238,18 +223,22 @@ def test_folders_that_cannot_be_used(make, engine, written, tmp_path):
         make(damaged, "--documents", 15)
 
 
-def test_held_out_texts():
-    held_out = tuple(map(texts.normal, ["Write a short story about a lighthouse.", "The"]))
-    for text, expected in {
-        "Write a short story about a lighthouse.": True,
-        "write a SHORT story\n about a lighthouse.": True,
-        "Please: Write a short story about a lighthouse. Thanks!": True,
-        "Write a short story": True,
-        "Write a short story about a harbour.": False,
-        "the": True,
-        "The whole text contains a short one.": False,
-    }.items():
-        assert texts.is_held_out(text, held_out) == expected, text
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("write a SHORT story\n about a lighthouse.", True),
+        ("Please: Write a short story about a lighthouse. Thanks!", True),
+        ("Write a short story", True),
+        ("Write a short story about a harbour.", False),
+        ("the", True),
+        ("The whole text contains a short one.", False),
+    ],
+)
+def test_held_out_texts(text, expected):
+    assert (
+        texts.is_held_out(text, tuple(map(texts.normal, ["Write a short story about a lighthouse.", "The"])))
+        == expected
+    )
 
 
 def test_prompts_of_benchmarks_and_tests_are_held_out():

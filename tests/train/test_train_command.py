@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file
 from tiers import tiers
 from tiny_models import random_extended
+from training_runs import write_data
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import save_dspark
@@ -27,27 +27,11 @@ from failfast_jax.train.documents import load_documents
 from failfast_jax.util import command_line
 
 TARGET, PUBLISHED = str(GOLDEN / "llama_tied"), str(GOLDEN / "field" / "dspark_qwen3_a")
-ENVIRONMENT = {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "a.npz"
-    rng = np.random.default_rng(0)
-    prompt_len, answer_len = rng.integers(3, 7, 16), rng.integers(30, 50, 16)
-    vocab = load_model(TARGET).config.vocab_size
-    np.savez(
-        path,
-        prompt=rng.integers(2, vocab, prompt_len.sum()).astype(np.uint16),
-        prompt_len=prompt_len.astype(np.int32),
-        answer=rng.integers(2, vocab, answer_len.sum()).astype(np.uint16),
-        answer_len=answer_len.astype(np.int32),
-    )
-    return path
+    return write_data(tmp_path_factory.mktemp("data") / "a.npz", documents=16, vocab=150, longest=50)
 
 
 def arguments(data, out, *more: str) -> list[str]:
@@ -194,6 +178,8 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--start", PUBLISHED, "--freeze", "layers"], "--freeze layers: of a dspark drafter only backbone"),
         (["--family", "dflash", "--freeze", "backbone"], "--freeze backbone: --family dflash has no such option"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
+        (["--data", "nothing.npz"], "nothing.npz: no such file or folder"),
+        (["--target", str(GOLDEN / "fast_dllm_v2_tied")], "a block-diffusion model; drafters are made from"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(data, tmp_path, flags, message, capsys):
@@ -238,36 +224,3 @@ def test_a_family_of_before_is_refused(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(arguments(data, tmp_path / "run", "--family", "eagle3"))
     assert "SpecForge" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
-def test_a_diffusion_target_is_refused(data, tmp_path, capsys):
-    args = arguments(data, tmp_path / "run", "--row-features")
-    args[1] = str(GOLDEN / "fast_dllm_v2_tied")
-    assert main(args) == 2
-    assert "a block-diffusion model; drafters are made from autoregressive targets" in capsys.readouterr().err
-
-
-def test_missing_data_are_named(tmp_path, capsys):
-    assert main(arguments(tmp_path / "nothing.npz", tmp_path / "run")) == 2
-    assert "nothing.npz: no such file or folder" in capsys.readouterr().err
-
-
-@pytest.mark.long(rare=True)
-@pytest.mark.long
-def test_two_devices_learn_what_one_does(data, tmp_path, capsys):
-    """The same losses from a batch that two (simulated) devices share, and a measurement at the end."""
-    flags = ["--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--markov-rank", "4", "--steps", "3"]
-    assert main(arguments(data, tmp_path / "one", *flags)) == 0
-    one = json.loads(capsys.readouterr().out)
-    script = "import sys; from failfast_jax.train.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments(data, tmp_path / "two", *flags)],
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    losses = [json.loads((tmp_path / run / "log.jsonl").read_text().splitlines()[0]) for run in ("one", "two")]
-    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-4)
-    assert json.loads(done.stdout)["rounds"] == one["rounds"]

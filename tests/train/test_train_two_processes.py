@@ -17,6 +17,7 @@ import pytest
 from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file
 from tiers import tiers
+from training_runs import losses_of, write_data
 
 pytestmark = pytest.mark.long
 
@@ -34,12 +35,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory) -> Path:
-    rng = np.random.default_rng(0)
-    lengths = {"prompt": rng.integers(3, 7, 20), "answer": rng.integers(30, 50, 20)}
-    arrays = {name: rng.integers(2, 140, count.sum()).astype(np.uint16) for name, count in lengths.items()}
-    file = tmp_path_factory.mktemp("data") / "a.npz"
-    np.savez(file, **arrays, **{f"{name}_len": count.astype(np.int32) for name, count in lengths.items()})
-    return file
+    return write_data(tmp_path_factory.mktemp("data") / "a.npz", documents=20, vocab=140, longest=50)
 
 
 def words(family: str, documents: Path, out: Path | str, *more: str) -> list[str]:
@@ -71,21 +67,16 @@ def start(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     xla_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // processes}"
-    environment = os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": PATHS}
-    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     options = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
         "text": True,
-        "preexec_fn": hear,
-        "env": environment,
+        "preexec_fn": functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        "env": os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": PATHS},
     }
-    started = []
-    for index in range(processes):
-        joined = [] if processes == 1 else ["--distributed", f"localhost:{port},{processes},{index}"]
-        command = [sys.executable, *program, *flags, *joined]
-        started.append(subprocess.Popen(command, cwd=folders[index], **options))
-    return started
+    joined = [["--distributed", f"localhost:{port},{processes},{index}"] for index in range(processes)]
+    commands = [[sys.executable, *program, *flags, *(more if processes > 1 else [])] for more in joined]
+    return [subprocess.Popen(command, cwd=folder, **options) for command, folder in zip(commands, folders)]
 
 
 def ended(started: list[subprocess.Popen]) -> tuple[list[int], list[str], list[str]]:
@@ -94,18 +85,25 @@ def ended(started: list[subprocess.Popen]) -> tuple[list[int], list[str], list[s
     return [process.returncode for process in started], *map(list, zip(*output))
 
 
+def alone_and_together(
+    words: list[str], shared: list[str], folder: Path, program: tuple[str, str] = ("-m", "failfast_jax.train")
+) -> tuple[tuple[Path, ...], list[str]]:
+    """Runs a command in one process and in two, each process in its own folder; returns the folders and outputs."""
+    folders = tuple(folder / name for name in ("alone", "first", "second"))
+    for place in folders:
+        place.mkdir()
+    statuses, reports, errors = ended(start(words, 1, folders[:1], program))
+    more = ended(start([*words, *shared], 2, folders[1:], program))
+    assert statuses + more[0] == [0, 0, 0], (errors, more[2])
+    return folders, reports + more[1]
+
+
 def run(flags: list[str], processes: int, status: int = 0) -> dict:
     """The report of process 0; the others say nothing."""
     statuses, (report, *others), errors = ended(start(flags, processes))
     assert statuses == [status] * processes, errors
     assert not any(others)
     return json.loads(report)
-
-
-def log_of(out: Path) -> dict[int, float]:
-    """Losses by step."""
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,7 @@ def alone(documents, tmp_path_factory):
 
 
 def assert_same(one: Path, two: Path) -> None:
-    before, after = log_of(one), log_of(two)
+    before, after = losses_of(one), losses_of(two)
     assert before.keys() <= after.keys() and len(before) > 1
     for step, loss in before.items():
         assert after[step] == pytest.approx(loss, rel=1e-4)
@@ -156,13 +154,8 @@ def test_two_processes_calibrate_one_graph(documents, tmp_path):
     """Each writes the graph to its --out, for its own host's copy of the model."""
     words = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_untied"), "--data", str(documents), "--prompts", "4"]
     words += ["--held-out", "2", "--states", "3", "--max-new-tokens", "16", "--threshold", "0.9", "--out", "graph.json"]
-    folders = tuple(tmp_path / name for name in ("alone", "first", "second"))
-    for folder in folders:
-        folder.mkdir()
-    statuses, reports, errors = ended(start(words, 1, folders[:1]))
-    more = ended(start([*words, "--tensor-parallel", "4"], 2, folders[1:]))
-    assert statuses + more[0] == [0, 0, 0], (errors, more[2])
-    assert reports == more[1][:1] and more[1][1] == ""
+    folders, reports = alone_and_together(words, ["--tensor-parallel", "4"], tmp_path)
+    assert reports[0] == reports[1] and reports[2] == ""
     texts = {(folder / "graph.json").read_text() for folder in folders}
     assert len(texts) == 1 and len(json.loads(texts.pop())["states"]) == 3
 
@@ -170,14 +163,9 @@ def test_two_processes_calibrate_one_graph(documents, tmp_path):
 @pytest.mark.long(rare=True)
 def test_two_processes_write_as_one(tmp_path):
     """A batch shared between them; the second process has no folder of its own."""
-    folders = tuple(tmp_path / name for name in ("alone", "first", "second"))
     words = ["--target", "tiny", "--out", "data", "--documents", "4", "--shard-size", "4", "--batch-size", "4"]
     words += ["--max-prompt-tokens", "12", "--max-answer-tokens", "20"]
-    for folder in folders:
-        folder.mkdir()
-    statuses, _, errors = ended(start(words, 1, folders[:1], ("-c", SELFGEN)))
-    more = ended(start([*words, "--data-parallel", "4"], 2, folders[1:], ("-c", SELFGEN)))
-    assert statuses + more[0] == [0, 0, 0], (errors, more[2])
+    folders, _ = alone_and_together(words, ["--data-parallel", "4"], tmp_path, ("-c", SELFGEN))
     assert not list(folders[2].iterdir())
     shards = [np.load(folder / "data" / "shard-00000.npz") for folder in folders[:2]]
     assert all(np.array_equal(shards[0][name], shards[1][name]) for name in shards[0])
@@ -214,24 +202,17 @@ def test_a_lost_process_ends_the_other_and_one_goes_on(documents, tmp_path, alon
     assert_same(whole, tmp_path / "run")
 
 
-def test_a_folder_that_not_all_see_is_refused(documents, tmp_path):
-    folders = tmp_path / "a", tmp_path / "b"
-    for folder in folders:
-        folder.mkdir()
-    started = start(words("dspark", documents, "run"), 2, folders)
-    (status, _), _, (output, _) = ended(started)
-    assert status == 2, output
-    assert "process 0: error: --out run: process 1 does not see it; name a folder that all hosts share" in output
-    assert not any(any(folder.iterdir()) for folder in folders)
-
-
-def test_other_documents_are_refused(documents, tmp_path):
+@pytest.mark.parametrize(
+    "out, differ, message",
+    [("run", 0, "--out run: process 1 does not see it"), ("../run", 1, "process 1 has other options or documents")],
+    ids=("folder", "documents"),
+)
+def test_processes_that_do_not_share_are_refused(documents, tmp_path, out, differ, message):
     folders = tmp_path / "a", tmp_path / "b"
     for number, folder in enumerate(folders):
         folder.mkdir()
         with np.load(documents) as arrays:
-            np.savez(folder / "data.npz", **{**arrays, "answer": arrays["answer"] + np.uint16(number)})
-    started = start(words("dspark", Path("data.npz"), tmp_path / "run"), 2, folders)
-    (status, _), _, (output, _) = ended(started)
-    assert status == 2 and "error: process 1 has other options or documents than process 0" in output, output
-    assert not (tmp_path / "run").exists()
+            np.savez(folder / "data.npz", **{**arrays, "answer": arrays["answer"] + np.uint16(differ * number)})
+    (status, _), _, (output, _) = ended(start(words("dspark", Path("data.npz"), out), 2, folders))
+    assert status == 2 and message in output, output
+    assert not (tmp_path / "run").exists() and not any((folder / "run").exists() for folder in folders)

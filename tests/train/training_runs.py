@@ -25,10 +25,12 @@ RELEASED = {"corruption": "uniform", "block_start": "noised", "mask_logit": "sco
 """Options of `--preset fast-dllm-v2` that make its objective."""
 
 
-def write_data(path: Path, documents: int = 12, seed: int = 0, vocab: int = VOCAB, **changes) -> Path:
-    """Writes documents of 3 to 6 and 12 to 23 random tokens; `changes` replaces arrays."""
+def write_data(
+    path: Path, documents: int = 12, seed: int = 0, vocab: int = VOCAB, longest: int = 24, **changes
+) -> Path:
+    """Writes documents of 3 to 6 and 12 to 23 (half to all of `longest`) random tokens; `changes` replaces arrays."""
     rng = np.random.default_rng(seed)
-    lengths = {"prompt": rng.integers(3, 7, documents), "answer": rng.integers(12, 24, documents)}
+    lengths = {"prompt": rng.integers(3, 7, documents), "answer": rng.integers(longest // 2, longest, documents)}
     arrays = {name: rng.integers(2, vocab, count.sum()).astype(np.uint16) for name, count in lengths.items()}
     arrays |= {f"{name}_len": count.astype(np.int32) for name, count in lengths.items()}
     np.savez(path, **(arrays | changes))

@@ -137,10 +137,9 @@ class BlockObjective(Objective):
         anchors: Int[Array, "B A"],
         known_rows: Int[Array, "B A"],
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        """Returns the weighted loss over the masked rows of blocks, and metrics: `accepted` and `first` of drafts
-        without known rows, `ce`, `l1`, and `confidence_error` (mean distance of the confidence from the chance of
-        acceptance).
-        """
+        """Returns the weighted loss over the masked rows of blocks, and metrics: `ce`, `l1`, `confidence_error` (mean
+        distance from the chance of acceptance), and of drafts without known rows `accepted` (mean length of the
+        agreeing prefix) and `first` (agreement of the first token)."""
         # Tokens a b c d e, anchor 2, three rows: at 2 3 3, inputs c d d, labels d e e, exists yes yes no.
         options, tokens = self.options, batch["tokens"]
         at = anchors[..., None] + jnp.arange(self.config.block_size)
@@ -172,7 +171,6 @@ class BlockObjective(Objective):
             entropy = -(chance * jax.nn.log_sigmoid(confidence) + (1 - chance) * jax.nn.log_sigmoid(-confidence))
             value += options.confidence_weight * mean(entropy)
             metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
-        # Drafts without known rows: length of the agreeing prefix, and agreement of the first token.
         counted = known_rows == 1
         accepted, count = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1), jnp.maximum(counted.sum(), 1)
         metrics["accepted"] = jnp.sum(accepted * counted) / count

@@ -145,19 +145,17 @@ def _hub_rows(path: Path) -> Rows:
     try:
         import datasets
     except ImportError:
-        problem = "no such file or folder, and a dataset of the Hub needs datasets"
-        raise DataError(f"{path}: {problem}: pip install datasets") from None
+        problem = "no such file or folder, and a dataset of the Hub needs datasets: pip install datasets"
+        raise DataError(f"{path}: {problem}") from None
     silence = hub.unreachable(name, "dataset")
     try:
         with hub.offline(silence is not None):
             rows = datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # the Hub's client, the cache and the readers of files each raise their own kinds
         cause = silence or error
-        reason = (str(cause).splitlines() or [""])[0]
-        raise DataError(
-            f"{path}: no such file or folder, and no dataset that is in the Hub's cache or could be fetched "
-            f"({type(cause).__name__}: {reason}); --data takes NAME/NAME:SPLIT (without a split: train)"
-        ) from error
+        reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+        problem = "no such file or folder, and no dataset that is in the Hub's cache or could be fetched"
+        raise DataError(f"{path}: {problem} ({reason}); --data takes NAME/NAME:SPLIT (default: train)") from error
     yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 

@@ -106,7 +106,6 @@ class DiffusionObjective(Objective):
       config: of `as_fast_dllm`.
       params: all parameters by path, or their shapes.
       frozen: of `frozen_parts`.
-      spread: the run's devices.
       tokenizer: written beside the weights; None: nothing.
     """
 

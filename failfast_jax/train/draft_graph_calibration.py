@@ -114,11 +114,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, most: int) -> DraftGraph:
-    """Returns the draft graph of a model, from plain decoding.
-
-    Args:
-      config: of method `dllm`.
-      most: states to keep.
+    """Returns the draft graph of a model, of `most` states, from plain decoding.
 
     Raises:
       ConfigError: no pass filled what the one before had among its best tokens.

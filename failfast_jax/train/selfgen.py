@@ -133,33 +133,27 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
       OutOfTime: at the deadline, after a whole shard.
     """
     size, vocab = writer.options.shard_size, writer.engine.target.config.vocab_size
-    missing, seen = _missing(folder, shards), set()
-    start, tokens, finished = time.perf_counter(), 0, 0
-
-    def speed() -> str:
-        # Compiling is over after the first shard and says nothing about the ones to come.
-        return f"{tokens / max(time.perf_counter() - start - writer.compile_s, 1e-9):.0f} tokens/s"
-
-    def progress(documents: int, written: int) -> None:
-        nonlocal tokens, finished
-        tokens, finished = tokens + written, finished + documents
-        bar.set_postfix_str(speed(), refresh=False)
-        bar.update(documents)
-
+    missing, seen, finished, start = _missing(folder, shards), set(), 0, time.perf_counter()
     done, total = (len(shards) - len(missing)) * size, len(shards) * size
     if questions := writer.texts.questions:
         done, total = min(done, len(questions)), min(total, len(questions))
+    speed = ""
     with progress_bar("selfgen", "doc", total=total, initial=done) as bar:
         for number in shards:
             path = shard_path(folder, number)
             if number not in missing:
                 seen.update(map(tuple, processes.run_on_primary(functools.partial(_prompts, path, vocab))))
                 continue
-            documents = writer.shard(number, seen, progress)
+            documents = writer.shard(number, seen, bar.update)
+            finished += len(documents)
+            # Compiling is over after the first shard and says nothing about the ones to come.
+            seconds = max(time.perf_counter() - start - writer.compile_s, 1e-9)
+            speed = f"{writer.tokens / seconds:.0f} tokens/s"
+            bar.set_postfix_str(speed, refresh=False)
             processes.run_on_primary(functools.partial(write_documents, path, documents, vocab))
             if number < missing[-1] and processes.broadcast_from_primary(time.monotonic() > deadline):
                 raise OutOfTime
-    return f"{finished} documents, {tokens} tokens, {speed()}"
+    return f"{finished} documents, {writer.tokens} tokens, {speed}"
 
 
 def _prompts(shard: Path, vocab_size: int) -> list[tuple[int, ...]]:

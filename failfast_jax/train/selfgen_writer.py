@@ -71,8 +71,7 @@ class WriterTexts:
 
 
 def settings_of(options: SelfgenOptions, texts: WriterTexts) -> dict[str, Any]:
-    """Returns what a shard depends on besides the target, JSON-ready: options, and digests of texts. Without questions
-    it is that of earlier versions."""
+    """Returns what a shard depends on besides the target: options, and digests of texts (questions: if any)."""
     values = {name: value for name, value in dataclasses.asdict(options).items() if name not in ELSEWHERE}
     for name, lines in dataclasses.asdict(texts).items():
         if lines or name != "questions":
@@ -106,6 +105,7 @@ class Writer:
       turn: of `user_turn`.
       skipped: prompts that were not used, by reason.
       compile_s: seconds spent on compiling so far.
+      tokens: written so far, of prompts and answers.
 
     Raises:
       OptionError: no chat template, a prompt that would begin with nothing, or a context too small for the limits.
@@ -114,7 +114,7 @@ class Writer:
     def __init__(self, engine: FailFast, options: SelfgenOptions, texts: WriterTexts):
         self.engine, self.options, self.texts = engine, options, texts
         self.skipped: Counter[str] = Counter()
-        self.compile_s = 0.0
+        self.compile_s, self.tokens = 0.0, 0
         name, room, answer = engine.target_name, engine.max_seq_len, options.max_answer_tokens
         self.turn = before, after = user_turn(engine.tokenizer, name)
         self._openings, self._after = [self._encode(before + text) for text in texts.openings], self._encode(after)
@@ -179,34 +179,33 @@ class Writer:
         return prompts
 
     def shard(
-        self, number: int, seen: set[tuple[int, ...]], progress: Callable[[int, int], None] | None = None
+        self, number: int, seen: set[tuple[int, ...]], progress: Callable[[int], Any] = lambda documents: None
     ) -> list[Document]:
         """Writes one shard.
 
         Args:
           seen: prompts of earlier shards, which are not used again; this shard's are added.
-          progress: called with (documents, tokens written) after each batch of answers.
+          progress: called with the number of documents after each batch of answers.
 
         Raises:
           ValueError: hardly any sampled prompt can be used.
         """
         size, batch = self.options.shard_size, self.options.batch_size
         # Questions by length, so that little of a batch is padding.
-        questions = sorted(self._questions[number * size : (number + 1) * size], key=len)
-        prompts = [(ids, 0) for ids in questions] or self._sampled(number, seen)
+        prompts = sorted(self._questions[number * size : (number + 1) * size], key=len) or self._sampled(number, seen)
         documents: list[Document] = []
         for start in range(0, len(prompts), batch):
             part = prompts[start : start + batch]
-            answers = self.generate([ids for ids, _ in part], self.options.max_answer_tokens)
-            documents += [(ids, answer) for (ids, _), answer in zip(part, answers)]
-            if progress:
-                progress(len(part), sum(sampled for _, sampled in part) + sum(map(len, answers)))
+            answers = self.generate(part, self.options.max_answer_tokens)
+            documents += zip(part, answers)
+            self.tokens += sum(map(len, answers))
+            progress(len(part))
         return documents
 
-    def _sampled(self, number: int, seen: set[tuple[int, ...]]) -> list[tuple[list[int], int]]:
-        """Returns prompts of a shard that the target writes, and the number of sampled tokens of each; see `shard`."""
+    def _sampled(self, number: int, seen: set[tuple[int, ...]]) -> list[list[int]]:
+        """Returns prompts of a shard that the target writes; see `shard`."""
         size, batch = self.options.shard_size, self.options.batch_size
-        prompts: list[tuple[list[int], int]] = []
+        prompts: list[list[int]] = []
         most = 8 + 16 * -(-size // batch)
         for attempt in range(most):
             for ids, _, sampled in self.prompts(number, attempt):
@@ -214,7 +213,8 @@ class Writer:
                     self.skipped["duplicate"] += 1
                 elif len(prompts) < size:
                     seen.add(tuple(ids))
-                    prompts.append((ids, sampled))
+                    prompts.append(ids)
+                    self.tokens += sampled
             if len(prompts) == size:
                 return prompts
         raise ValueError(

@@ -26,6 +26,7 @@ from failfast_jax.checkpoints.model_folder import CHANCES, FORMER_DRAFTER
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
+from failfast_jax.options import require
 from failfast_jax.policy import confidence_scaling
 from failfast_jax.policy.expected_tokens import observed
 from failfast_jax.train import documents
@@ -41,7 +42,7 @@ from failfast_jax.train.packing import packed_batches
 from failfast_jax.train.resume import begin, check_same
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import BLOCKS, DIFFUSION, TrainConfig, add_settings
-from failfast_jax.train.trainer import Trainer, averaged, check_devices, has_checkpoint
+from failfast_jax.train.trainer import Trainer, averaged, has_checkpoint
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime, deadline_after
 from failfast_jax.util.files import check_shared, read_json, sole_writer, user_path
@@ -81,7 +82,8 @@ def work(args: argparse.Namespace) -> None:
     source = config.target or default_target_path()
     target = open_checkpoint(source).config
     layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
-    check_devices(config)
+    count = len(jax.devices())
+    require(config.batch % count == 0, f"--batch {config.batch}", f"must be a multiple of the {count} devices")
     # A missing chat template comes before anything else that the tokenizer is asked for, such as a mask token.
     if text := [file for file in documents.files(args.data, (".npz", *ROWS)) if documents.kind(file) in ROWS]:
         check_template(text[0], load_tokenizer(source))

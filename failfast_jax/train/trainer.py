@@ -114,26 +114,16 @@ def make_step(objective: Objective, config: TrainConfig) -> Callable:
     return step
 
 
-def check_devices(config: TrainConfig) -> None:
-    """Raises OptionError: the batch does not divide over the devices."""
-    if config.batch % len(jax.devices()):
-        raise OptionError(f"--batch {config.batch}: must be a multiple of the {len(jax.devices())} devices")
-
-
 def has_checkpoint(folder: Path) -> bool:
     """Returns true if a run has saved a step."""
     return any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("*"))
 
 
 class Trainer:
-    """Training of an objective in a run's folder.
+    """Training of an objective in a run's folder, which gets `checkpoints/` and the log; `step` counts steps done.
 
     Args:
-      folder: gets `checkpoints/` and the log.
       spread: devices of the arrays; None: copies on all of them. It may change from one piece of a run to the next.
-
-    Attributes:
-      step: number of steps done.
     """
 
     def __init__(self, config: TrainConfig, objective: Objective, folder: Path, spread: Spread | None = None):
@@ -215,11 +205,7 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
 
 
 def check_written(manager: ocp.CheckpointManager) -> None:
-    """Waits for the newest checkpoint to be written, if there is one.
-
-    Raises:
-      CheckpointError: it cannot be read again.
-    """
+    """Waits for the newest checkpoint, if there is one; CheckpointError: it cannot be read again."""
     manager.wait_until_finished()
     if (step := manager.latest_step()) is None:
         return
@@ -250,11 +236,7 @@ class _Progress:
         self.bar.update()
 
     def metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """Logs a step's metrics and the speed since the last ones.
-
-        Raises:
-          OptionError: the loss is not finite.
-        """
+        """Logs a step's metrics and the speed since the last ones; OptionError: the loss is not finite."""
         values = {name: float(value) for name, value in metrics.items()}
         loss, norm, speed = values["loss"], values["grad_norm"], self._rows / (time.perf_counter() - self._start)
         if not np.isfinite(loss + norm):

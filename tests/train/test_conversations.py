@@ -31,11 +31,13 @@ def written(tmp_path, *rows):
     return file
 
 
+CHAT = [("user", "Hi there"), ("assistant", "Hello."), ("user", "Two plus two?"), ("assistant", "Four.")]
+MESSAGES = [{"role": role, "content": text} for role, text in CHAT]
+
+
 def test_every_answer_is_a_document(tmp_path, tokenizer):
-    chat = [("user", "Hi there"), ("assistant", "Hello."), ("user", "Two plus two?"), ("assistant", "Four.")]
-    messages = {"messages": [{"role": role, "content": text} for role, text in chat]}
     shared = {"conversations": [{"from": "human", "value": "Hi there"}, {"from": "gpt", "value": "Hello."}]}
-    documents = read_conversations(written(tmp_path, messages, "", shared), tokenizer, 49_152)
+    documents = read_conversations(written(tmp_path, {"messages": MESSAGES}, "", shared), tokenizer, 49_152)
     assert len(documents) == 3 and [*documents[0][1]] == [*documents[2][1]]
     for (prompt, answer), expected in zip(documents, ("Hello.", "Four.", "Hello.")):
         assert tokenizer.decode(answer).strip().removesuffix("<|im_end|>") == expected
@@ -45,9 +47,8 @@ def test_every_answer_is_a_document(tmp_path, tokenizer):
 
 def test_a_whole_conversation_is_a_document(tmp_path, tokenizer):
     """Answers are learned, stop tokens included; texts are learned whole."""
-    chat = [("user", "Hi there"), ("assistant", "Hello."), ("user", "Two plus two?"), ("assistant", "Four.")]
-    messages = {"messages": [{"role": role, "content": text} for role, text in [*chat, ("user", "Thanks")]]}
-    file = written(tmp_path, messages, {"text": "Once upon a time"})
+    messages = [*MESSAGES, {"role": "user", "content": "Thanks"}]
+    file = written(tmp_path, {"messages": messages}, {"text": "Once upon a time"})
     (prompt, rest, labelled), (first, text, all_of_it) = read_conversations(file, tokenizer, 49_152, whole=True)
     learned = [tokenizer.decode(part) for part in np.split(rest, np.flatnonzero(np.diff(labelled)) + 1)[::2]]
     assert labelled[0] and [part.strip() for part in learned] == ["Hello.<|im_end|>", "Four.<|im_end|>"]
@@ -246,10 +247,9 @@ def test_tool_calls_without_words_are_left_out(tmp_path, tokenizer, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"question": "caf\xe9?", "answer": "A."}'.encode("latin-1"), "line 2: not JSON in UTF-8"),
-        ('{"question": "?", "answer": "A."}'.encode("utf-16"), "line 2: not JSON in UTF-8"),
-        ('{"question": "?", "answer": "A."}'.encode("utf-16-le"), r"line 2: not JSON"),
-        (gzip.compress(b"{}", mtime=0), "line 2: not JSON in UTF-8"),
+        ('{"question": "caf\xe9?", "answer": "A."}'.encode("latin-1"), "line 2: not JSON"),
+        ('{"question": "?", "answer": "A."}'.encode("utf-16-le"), "line 2: not JSON"),
+        (gzip.compress(b"{}", mtime=0), "line 2: not JSON"),
         (b"[" * 10**5, "line 2: not JSON"),
         (b'{"question": "\\ud800", "answer": "A."}', "line 2: half of a surrogate pair"),
     ],

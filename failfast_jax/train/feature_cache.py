@@ -105,9 +105,15 @@ class FeatureCache:
         index = folder / "features.json"
 
         def begun() -> tuple[list[int], int]:
-            known = _stored(index, key, layers, f"{flag} {folder}") if index.exists() else None
+            known = read_json(index) if index.exists() else {**key, "layers": sorted({*layers, *also}), "done": 0}
+            where, stored = f"{flag} {folder}", known.get("layers", [])
+            if any(known.get(name) != value for name, value in key.items()):
+                other = "another target" if known.get("documents") == key["documents"] else "other documents"
+                raise DataError(f"{where}: holds features of {other}; name another folder")
+            if missing := sorted({*layers} - {*stored}):
+                raise DataError(f"{where}: holds features of layers {stored}, not of {missing}")
             folder.mkdir(parents=True, exist_ok=True)
-            return known or (sorted({*layers, *also}), 0)
+            return stored, known.get("done", 0)
 
         stored, self.done = processes.run_on_primary(begun)
         check_shared(folder, flag)
@@ -154,15 +160,3 @@ class FeatureCache:
             part = self.values[self.starts[document] : self.starts[document + 1]]
             out[row, : len(part)] = part[:, self.columns]
         return out
-
-
-def _stored(file: Path, key: dict, layers: tuple[int, ...], where: str) -> tuple[list[int], int]:
-    """Returns the layers that the folder of an index holds, and the number of passes in it."""
-    index = read_json(file)
-    done, stored = index.pop("done", 0), index.pop("layers", [])
-    if index != key:
-        other = "another target" if index.get("documents") == key["documents"] else "other documents"
-        raise DataError(f"{where}: holds features of {other}; name another folder")
-    if missing := sorted({*layers} - {*stored}):
-        raise DataError(f"{where}: holds features of layers {stored}, not of {missing}")
-    return stored, done

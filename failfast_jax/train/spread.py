@@ -11,30 +11,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax.errors import OptionError
 from failfast_jax.models.sharding import put, whole
+from failfast_jax.options import require
 
 DATA, FSDP = "data", "fsdp"
 """Mesh axes. Texts are spread over both; the parts of a parameter over the second, and copied along the first."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Gather:
-    """Puts a tree together, inside a `shard_map`; its transpose gives each device its part of the gradient's sum.
-
-    Attributes:
-      axes: of each leaf the axis along which the devices hold parts; None: each has all of it.
-    """
-
-    axes: tuple[int | None, ...]
-
-    def __call__(self, tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        whole = [
-            leaf if axis is None else jax.lax.all_gather(leaf, FSDP, axis=axis, tiled=True)
-            for leaf, axis in zip(leaves, self.axes, strict=True)
-        ]
-        return jax.tree.unflatten(structure, whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +36,7 @@ class Spread:
           OptionError: groups of `fsdp` devices do not use all of them.
         """
         devices = jax.devices() if devices is None else devices
-        if fsdp < 1 or len(devices) % fsdp:
-            raise OptionError(f"--fsdp {fsdp}: must divide the {len(devices)} devices")
+        require(fsdp > 0 and len(devices) % fsdp == 0, f"--fsdp {fsdp}", f"must divide the {len(devices)} devices")
         grid = np.asarray(devices).reshape(-1, fsdp)
         return cls(Mesh(grid, (DATA, FSDP), axis_types=(AxisType.Auto, AxisType.Auto)))
 
@@ -103,14 +83,23 @@ class Spread:
         """Gives each device its rows of arrays whose leading axis is the batch, which every process has."""
         return jax.tree.map(lambda leaf: put(leaf, self.rows), tree)
 
-    def gather(self, tree: Any, *, parts: Callable[[tuple[Any, ...]], bool] = lambda path: True) -> Gather:
-        """Returns the function that puts a tree like this one together from its parts.
+    def gather(self, tree: Any, *, parts: Callable[[tuple[Any, ...]], bool] = lambda path: True) -> Callable:
+        """Returns the function that puts a tree like this one together from its parts, inside a `shard_map`; its
+        transpose gives each device its part of the gradient's sum.
 
         Args:
           parts: false for the path of a leaf that stays in parts.
         """
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return Gather(tuple(self.axis(tuple(leaf.shape)) if parts(path) else None for path, leaf in leaves))
+        axes = [self.axis(tuple(leaf.shape)) if parts(path) else None for path, leaf in leaves]
+
+        def together(tree: Any) -> Any:
+            leaves, structure = jax.tree.flatten(tree)
+            pairs = zip(leaves, axes, strict=True)
+            gathered = (x if at is None else jax.lax.all_gather(x, FSDP, axis=at, tiled=True) for x, at in pairs)
+            return jax.tree.unflatten(structure, gathered)
+
+        return together
 
     def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Returns `function` applied to each device's part of its arguments."""

@@ -24,7 +24,6 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from failfast_jax import decoding
 from failfast_jax.bench import hf_reference
 from failfast_jax.bench.kernel_timing import kernel_report, kernel_table
 from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
@@ -234,51 +233,6 @@ def prefill(models: MicroModels) -> dict[str, Any]:
     return report
 
 
-def programs(models: MicroModels) -> dict[str, Any]:
-    """Operations and memory of a round's two programs, as the compiler counts them."""
-    return {
-        method: program_costs(models.pair, GenerationConfig(method, max_new_tokens=TOKENS), CONTEXT)
-        for method in METHODS
-    }
-
-
-def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int) -> dict[str, float | None]:
-    """Returns the operations and the memory of a round; None where this backend does not report them.
-
-    Returns:
-      `pass_flops` of one drafter pass (a loop's body counts once), `verify_flops`, and `bytes`: both models (shared
-      arrays count once), the state, and results and temporaries of the larger program.
-    """
-    session = engine.session([[0] * prompt_tokens], engine.resolve(config))
-    drafter, state = session.drafter, session.shapes
-    proposal, _ = jax.eval_shape(decoding.draft, drafter, state)
-    verify = functools.partial(decoding.verify, plan=session.plan)
-    programs = [(decoding.draft, (drafter, state)), (verify, (engine.target, drafter, state, proposal))]
-    pass_flops, verify_flops = (_flops(*program) for program in programs)
-    added = []
-    for function, arguments in programs:
-        memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
-        added.append(memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
-    arrays = {id(leaf): leaf for leaf in jax.tree.leaves((engine.target, drafter, state))}
-    return {
-        "pass_flops": pass_flops if drafter.max_draft else None,
-        "verify_flops": verify_flops,
-        "bytes": sum(map(hardware.bytes_on_a_device, arrays.values())) + max(added),
-    }
-
-
-def _flops(function: Callable, arguments: tuple[Any, ...]) -> float | None:
-    """Floating-point operations by XLA's count, with its own operations in place of our kernels."""
-    from failfast_jax.kernels import llvm_emitter  # brings LLVM
-
-    jax.clear_caches()  # traces with our kernels would be taken for those without, and the other way round
-    with llvm_emitter.unused():
-        analysis = jax.jit(function).lower(*arguments).compile().cost_analysis()
-    jax.clear_caches()
-    analysis = analysis[0] if isinstance(analysis, list) else analysis
-    return (analysis or {}).get("flops")
-
-
 def serving(models: MicroModels) -> dict[str, Any]:
     """Tokens per second of a queue by rows, with and without drafts; seconds to the first token and per request."""
     report = {}
@@ -330,7 +284,7 @@ def queue_report(engine: FailFast, rows: int, tokens: int, turns: int = 3) -> di
 Part = Callable[[MicroModels], dict[str, Any]]
 DEFAULT: tuple[Part, ...] = (speed, widths, overhead, plain, drafting, startup)
 """Parts that run without `--parts`; on a GPU `kernels`, too."""
-PARTS: dict[str, Part] = {part.__name__: part for part in (*DEFAULT, kernels, serving, programs, prefill)}
+PARTS: dict[str, Part] = {part.__name__: part for part in (*DEFAULT, kernels, serving, prefill)}
 
 
 def work(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import inspect
 import json
+import math
 import os
 from typing import Any
 
@@ -132,52 +133,37 @@ def replay_tables(summary: dict[str, Any]) -> str:
     )
     parts, rounds, skipped = [], [], []
     for record in summary["targets"]:
-        name = record["target"]
+        name = {"target": record["target"]}
         if "skipped" in record:
-            skipped.append([name, f"skipped: {record['skipped']}", *["-"] * (len(CASE_COLUMNS) - 1)])
+            skipped.append({**name, "replay": f"skipped: {record['skipped']}"})
             continue
         timed = {"vanilla step": record["vanilla"], "bookkeeping of a round": {"ms": record["bookkeeping_ms"]}}
         timed |= {f"verify, {rows} rows": times for rows, times in record["verify"].items()}
         timed |= {f"drafter pass, {rows} rows": times for rows, times in record["drafter_pass"].items()}
         for label, times in timed.items():
-            over = f"{times['over_floor']:.2f}" if "over_floor" in times else "-"
-            steps = times["ms"] / record["vanilla"]["ms"]
-            parts.append([name, label, f"{times['ms']:.3f}", over, f"{steps:.2f}"])
-        rounds += [[name, *case_cells(case)] for case in record["cases"]]
-    tables = [markdown(("target", "replay: parts", "ms", "over floor", "vanilla steps"), parts)] if parts else []
-    tables.append(markdown(["target", *CASE_COLUMNS], rounds + skipped))
+            figures = {"ms": f"{times['ms']:.3f}", "over floor": f"{times.get('over_floor', math.nan):.2f}"}
+            steps = f"{times['ms'] / record['vanilla']['ms']:.2f}"
+            parts.append({**name, "replay: parts": label, **figures, "vanilla steps": steps})
+        rounds += [{**name, **case_cells(case)} for case in record["cases"]]
+    tables = [markdown([*rows[0]], [[*row.values()] for row in rows]) for rows in (parts, rounds, skipped) if rows]
     return "\n\n".join([f"**{NOTICE}**", header, *tables])
 
 
-PART_NAMES = ("drafter", "verify", "bookkeeping", "rest")
-"""Parts of a round's time."""
-CASE_COLUMNS = (
-    "replay of",
-    "accepted / drafted",
-    "drafter passes",
-    "round ms",
-    "over floor",
-    f"{' / '.join(PART_NAMES)} ms",
-    "speedup (replay)",
-    "at the floor",
-    "paper's",
-)
-
-
-def case_cells(case: dict[str, Any]) -> list[str]:
-    """Formats one row of `CASE_COLUMNS`."""
-    statistics = case["statistics"]
+def case_cells(case: dict[str, Any]) -> dict[str, str]:
+    """Formats a row of the table of rounds."""
+    statistics, parts = case["statistics"], case["parts_ms"]
     source = "" if statistics["same_target"] else f" ({statistics['target']}'s)"
-    ratios = (f"{case[key]:.2f}" for key in ("speedup", "speedup_at_floor", "papers_speedup"))
-    return [
-        f"{case['dataset']}{source}, passes: {case['passes']}",
-        f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}",
-        f"{case['passes_per_round']:.2f}",
-        f"{case['round_ms']:.3f}",
-        f"{case['over_floor']:.2f}",
-        " / ".join(f"{case['parts_ms'][part]:.3f}" for part in PART_NAMES),
-        *ratios,
-    ]
+    return {
+        "replay of": f"{case['dataset']}{source}, passes: {case['passes']}",
+        "accepted / drafted": f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}",
+        "drafter passes": f"{case['passes_per_round']:.2f}",
+        "round ms": f"{case['round_ms']:.3f}",
+        "over floor": f"{case['over_floor']:.2f}",
+        f"{' / '.join(parts)} ms": " / ".join(f"{ms:.3f}" for ms in parts.values()),
+        "speedup (replay)": f"{case['speedup']:.2f}",
+        "at the floor": f"{case['speedup_at_floor']:.2f}",
+        "paper's": f"{case['papers_speedup']:.2f}",
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

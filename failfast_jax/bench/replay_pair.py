@@ -14,22 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax.bench.replay_programs import (
-    Caches,
-    Draws,
-    Models,
-    OnDevice,
-    Schedule,
-    Start,
-    compiled,
-    on_every_device,
-    pass_program,
-    replay_program,
-    schedule,
-    start_of,
-    vanilla_program,
-    verify_program,
-)
+from failfast_jax.bench import replay_programs
+from failfast_jax.bench.replay_programs import Caches, Draws, Models, OnDevice, Schedule, Start, compiled, start_of
 from failfast_jax.bench.timing import interleaved, medians
 from failfast_jax.decoding.decode_state import RoundLog
 from failfast_jax.decoding.drafter import Drafter
@@ -39,18 +25,9 @@ from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Execution, execution_of
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.public_data import acceptance_law
+from failfast_jax.public_data import acceptance_law, model_shapes
 from failfast_jax.public_data.acceptance_law import CHUNK, Law, Statistics
-from failfast_jax.public_data.model_shapes import (
-    CONFIGS,
-    abstract_caches,
-    abstract_model,
-    check_memory,
-    device_reads,
-    minimal_model,
-    random_arrays,
-    spread_shapes,
-)
+from failfast_jax.public_data.model_shapes import CONFIGS
 from failfast_jax.util import hardware
 from failfast_jax.util.progress import progress_bar, waiting
 
@@ -93,7 +70,7 @@ class Case:
         statistics = acceptance_law.published_for(target, dataset)
         law = acceptance_law.fit(statistics)
         draws = Draws(*map(jnp.asarray, acceptance_law.draw(law, options.rounds, options.seed)))
-        return cls(statistics, law, draws, schedule(drafter, draws, options.context, plan.widths))
+        return cls(statistics, law, draws, replay_programs.schedule(drafter, draws, options.context, plan.widths))
 
     def check(self, log: RoundLog) -> None:
         """Compares the rounds with the draws.
@@ -170,7 +147,7 @@ def abstract_pair(
         execution = Execution(kernel=options.kernel, mesh=mesh)
         if mesh is not None and not whole:
             execution = execution_of(config, mesh, drafter=is_drafter, kernel=options.kernel)
-        return spread_shapes(abstract_model(config, options.dtype), execution)
+        return model_shapes.spread_shapes(model_shapes.abstract_model(config, options.dtype), execution)
 
     sizes = {"vocab": target.vocab_size, "spec_len": CHUNK, "max_spec_len": LONGEST}
     wide = Wide(model=model(drafter, True), rule=Never(), **sizes)
@@ -214,26 +191,27 @@ class ReplayedPair:
 
     def _programs(self) -> dict[str, tuple[Callable, Any]]:
         part, plain = np.int32(self.part_steps), make_plan(Drafter(), platform=self.options.platform)
-        replay = compiled(replay_program, capacity=self.capacity, plan=self.plan)
-        vanilla = compiled(vanilla_program, capacity=self.capacity, plan=plain)
+        replay = compiled(replay_programs.replay_program, capacity=self.capacity, plan=self.plan)
+        vanilla = compiled(replay_programs.vanilla_program, capacity=self.capacity, plan=plain)
         programs = {"vanilla": (vanilla, np.int32(self.steps))}
         programs |= {f"replay {case.statistics.dataset}": (replay, case.draws) for case in self.cases}
         programs["bookkeeping"] = replay, self.cases[0].draws
         for width in self.verify_widths:
-            programs[f"verify {width}"] = compiled(verify_program, capacity=self.capacity, width=width), part
+            program = compiled(replay_programs.verify_program, capacity=self.capacity, width=width)
+            programs[f"verify {width}"] = program, part
         for width in self.pass_widths:
-            programs[f"pass {width}"] = compiled(pass_program, width=width), part
+            programs[f"pass {width}"] = compiled(replay_programs.pass_program, width=width), part
         return programs
 
     def shapes(self, models: Models) -> tuple[Models, Caches, Start]:
         """Returns the programs' arguments: shapes of models and caches, and a random context."""
         rng, pair = np.random.default_rng(self.options.seed), (models.target, models.drafter.model)
         start = start_of(rng.integers(0, min(model.config.vocab_size for model in pair), self.options.context))
-        return models, abstract_caches(pair, self.length, self.options.dtype), start
+        return models, model_shapes.abstract_caches(pair, self.length, self.options.dtype), start
 
     def _fill(self, models: Models) -> OnDevice:
         models, caches, start = self.shapes(models)
-        filled = jax.block_until_ready(random_arrays((models, caches), self.options.seed))
+        filled = jax.block_until_ready(model_shapes.random_arrays((models, caches), self.options.seed))
         return OnDevice(*filled, start, self.mesh)
 
     def needed_bytes(self) -> int:
@@ -249,12 +227,14 @@ class ReplayedPair:
         Raises:
           MisfitError: the device's memory cannot hold the pair.
         """
-        check_memory(self.needed_bytes(), "weights, caches and logits")
+        model_shapes.check_memory(self.needed_bytes(), "weights, caches and logits")
         with waiting(f"random weights of {self.name} and {self.options.drafter}"):
             real = self._fill(self.models)
         default_kernel = dataclasses.replace(self.options, kernel=None)  # the heads are too small for most kernels
-        small = self._fill(abstract_pair(*map(minimal_model, self.configs), default_kernel, self.mesh, whole=True))
-        programs = {name: (run, on_every_device(last, self.mesh)) for name, (run, last) in self.programs.items()}
+        minimal = map(model_shapes.minimal_model, self.configs)
+        small = self._fill(abstract_pair(*minimal, default_kernel, self.mesh, whole=True))
+        put = functools.partial(replay_programs.on_every_device, mesh=self.mesh)
+        programs = {name: (run, put(last)) for name, (run, last) in self.programs.items()}
         results = {}
         turns = len(self.programs) * (self.options.repeats + 1)
         with progress_bar(f"replay {self.name}", "run", total=turns) as bar:
@@ -275,7 +255,7 @@ class ReplayedPair:
         Args:
           speed: `hardware.bandwidth`.
         """
-        target, drafter = device_reads(self.models.target), device_reads(self.models.drafter.model)
+        target, drafter = map(model_shapes.device_reads, (self.models.target, self.models.drafter.model))
         context, block = self.options.context, self.models.drafter.block
         first = (context - 1) // block * block
 

@@ -7,7 +7,6 @@ operations, through `jax.ffi`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -39,22 +38,13 @@ class VectorUnit:
     registers: int
 
 
-_served = [True]
 _features = functools.cache(llvm.get_host_cpu_features)
-
-
-def unused() -> contextlib.ExitStack:
-    """Within it no kernel serves anything: XLA's count of operations does not see into them."""
-    _served.append(False)
-    stack = contextlib.ExitStack()
-    stack.callback(_served.pop)
-    return stack
 
 
 def vector_unit() -> VectorUnit | None:
     """This machine's, or None where kernels would not be faster than XLA's: without fused multiply-add."""
-    features = _features() if _served[-1] else {}
-    if _served[-1] and platform.machine() in ("aarch64", "arm64"):
+    features = _features()
+    if platform.machine() in ("aarch64", "arm64"):
         return VectorUnit(lanes=4, registers=32)
     if features.get("avx512f"):
         return VectorUnit(lanes=16, registers=32)

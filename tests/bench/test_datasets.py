@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import types
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,18 @@ ROWS = {
         **{f"Incorrect Answer {i}": f"that {i}" for i in (1, 2, 3)},
     },
     "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): f()", "entry_point": "f"},
+    "cnn": {"id": "c1", "article": "It rained."},
+    "openwebtext": {"text": " ".join(map(str, range(70)))},
     "mtbench": {"question_id": 81, "turns": ["Write a {poem}.", "Make it shorter."]},
+}
+BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+QUESTIONS = {
+    "math500": ("test/algebra/1.json", "What is 1/2 + 1/2?" + BOXED, {"answer": "1"}),
+    "aime": ("60", "Find m + n." + BOXED, {"answer": "204"}),
+    "gsm8k": ("0", "Two and two thousand?" + BOXED, {"answer": "2002"}),
+    "humaneval": ("HumanEval/0", "def f():\n", {k: v for k, v in ROWS["humaneval"].items() if k != "task_id"}),
+    "cnn": ("c1", "Summarize this article:\n\nIt rained.\n\nSummary:", None),
+    "openwebtext": ("0", "Continue this text: " + " ".join(map(str, range(64))), None),
 }
 
 
@@ -36,23 +48,17 @@ def write(path, rows):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_dataset_from_a_file(name, tmp_path):
     file = write(tmp_path / "rows.jsonl", [ROWS[name]])
-    found = load_dataset(name, data=file)
-    first = found.questions[0]
-    assert found.name == name and found.scoring == question_sets.SOURCES[name].scoring
-    if name in ("math500", "aime", "gsm8k"):
-        assert first.prompt.endswith("put your final answer within \\boxed{}.")
-        assert first.reference["answer"] == {"math500": "1", "aime": "204", "gsm8k": "2002"}[name]
+    dataset = load_dataset(name, data=file)
+    first, *rest = dataset.questions
+    assert dataset.name == name and dataset.scoring == question_sets.SOURCES[name].scoring
+    if name in QUESTIONS:
+        assert (first.id, first.prompt, first.reference) == QUESTIONS[name] and not rest
     if name == "gpqa":
-        letter = first.reference["answer"]
-        assert f"({letter}) this" in first.prompt and first.prompt.count("that") == 3
-        assert load_dataset(name, data=file).stamp == found.stamp
-    if name == "humaneval":
-        assert first.prompt == "def f():\n" and first.reference["entry_point"] == "f"
+        assert f"({first.reference['answer']}) this" in first.prompt and first.prompt.count("that") == 3
+        assert load_dataset(name, data=file).stamp == dataset.stamp
     if name == "mtbench":
-        assert [(q.id, q.prompt, q.follows) for q in found.questions] == [
-            ("81/1", "Write a {poem}.", None),
-            ("81/2", "Make it shorter.", "81/1"),
-        ]
+        turns = [(question.id, question.prompt, question.follows) for question in (first, *rest)]
+        assert turns == [("81/1", "Write a {poem}.", None), ("81/2", "Make it shorter.", "81/1")]
     template = load_dataset(name, data=file, template="Q: {problem}").questions[0].prompt
     assert template.startswith("Q: ") and "step by step" not in template
 
@@ -100,19 +106,11 @@ def test_from_the_hub(monkeypatch):
     monkeypatch.setattr(hub, "unreachable", lambda *_: None)
     assert load_dataset("gsm8k").questions[0].reference == {"answer": "2002"}
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
-
-    def offline(*_, **__):
-        raise ConnectionError("no route")
-
-    fake.load_dataset = offline
-    with pytest.raises(ValueError, match=r"HuggingFaceH4/MATH-500 is neither in the Hub's cache.*--data FILE"):
+    fake.load_dataset = unittest.mock.Mock(side_effect=ConnectionError("no route"))
+    with pytest.raises(ValueError, match=r"MATH-500 is neither in the Hub's cache.*no route.*--data FILE"):
         load_dataset("math500")
     monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
-    with pytest.raises(ValueError, match=r"could it be fetched \(TimeoutError: nobody answers\)"):
-        load_dataset("math500")
-    with pytest.raises(
-        ValueError, match=r"nobody answers\); it is gated: accept its terms at .*/gpqa, then hf auth login"
-    ):
+    with pytest.raises(ValueError, match=r"nobody answers\); it is gated.*/gpqa, then hf auth login"):
         load_dataset("gpqa")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs datasets.*\.\[bench\]"):
@@ -128,11 +126,11 @@ def test_humaneval_works_offline():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("gsm8k", '{"question": "?"}', "row 0 of gsm8k: needs a field 'answer', has 'question'"),
-        ("math500", '"text"', "row 0 of math500: is no object"),
-        ("math500", json.dumps(ROWS["gsm8k"]), "row 0 of math500: its answer holds '####': these are rows of gsm8k"),
-        ("gsm8k", json.dumps(ROWS["math500"]), "row 0 of gsm8k: needs a field 'question', has 'problem', 'answer'"),
-        ("mtbench", '{"turns": "one"}', "row 0 of mtbench: needs a list of turns"),
+        ("gsm8k", '{"question": "?"}', "line 1 of gsm8k: needs a field 'answer', has 'question'"),
+        ("math500", '"text"', "line 1 of math500: is no object"),
+        ("math500", json.dumps(ROWS["gsm8k"]), "line 1 of math500: its answer holds '####': these are rows of gsm8k"),
+        ("gsm8k", json.dumps(ROWS["math500"]), "line 1 of gsm8k: needs a field 'question', has 'problem', 'answer'"),
+        ("mtbench", '{"turns": "one"}', "line 1 of mtbench: needs a list of turns"),
         ("aime", 2 * (json.dumps(ROWS["aime"]) + "\n"), "two rows of aime have the id '60'"),
         ("aime", "", "holds no rows"),
         ("aime", "{", "line 1 is not JSON"),
@@ -146,35 +144,26 @@ def test_bad_rows(name, content, message, tmp_path):
     assert message in str(error.value) and str(file) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
+def test_bad_files_and_requests(tmp_path):
+    for name, content, message in (
         ("a.txt", "x", "must be a .jsonl"),
         ("a.json", "{}", "must hold a list"),
-        ("a.json", "{", "is not JSON"),
+        ("b.json", "{", "is not JSON"),
         ("a.parquet", "x", "not a Parquet file"),
         ("no/a.jsonl", None, "no such file"),
-    ],
-)
-def test_bad_files(file, content, message, tmp_path):
-    if content is not None:
-        (tmp_path / file).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        load_dataset("aime", data=tmp_path / file)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_dataset("aime", data=tmp_path / name)
+    for name, options, message in (
         ("mbpp", {}, "mbpp: must be one of math500"),
         ("aime", {"limit": 0}, "--limit 0: must be at least 1"),
         ("humaneval", {"template": "{question}"}, "unknown field 'question'"),
         ("my.jsonl", {"template": "{problem}"}, "takes no --data and no template"),
-    ],
-)
-def test_bad_requests(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        load_dataset(name, **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_dataset(name, **options)
 
 
 def test_paths_of_any_name(tmp_path, monkeypatch):

@@ -38,7 +38,6 @@ PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for 
 # -- sizes and limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long(rare=True)
 @pytest.mark.long
 def test_parameters_of_the_public_models():
     counts = {name: parameters(config) for name, config in CONFIGS.items()}
@@ -56,11 +55,6 @@ def test_bytes_of_a_pass():
         assert model_shapes.device_reads(model)(128) == model_shapes.pass_bytes(config, 128)
         unread = 0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
         assert model_shapes.pass_bytes(config, 128) == 2 * parameters(config) - unread + cache
-
-
-def test_statistics_of_another_target_stand_in():
-    at_7b = published_for("qwen2.5-7b", "MATH")
-    assert (at_7b.target, at_7b.same_target, at_7b.target_step_ms) == ("Qwen2.5-14B-Instruct", False, 13.5)
 
 
 def test_the_docs_hold_the_printed_table(capsys):
@@ -125,11 +119,6 @@ def test_the_joint_distribution_is_the_described_one():
     assert (np.abs(counts / rounds - law.joint()) < 5 * error + 3 / rounds).all()
 
 
-def test_no_law():
-    with pytest.raises(ValueError, match=r"no law fits the mean = 2.0: it lies in \[0, 1\]"):
-        acceptance_law.solve(lambda x: x, 2.0, "the mean")
-
-
 def test_further_passes_are_added_at_the_cost_of_one():
     """Two tokens in a round of 4 ms, a plain step of 5: speedup 2.5. Three passes more, of 2 ms: 10 ms, speedup 1."""
     statistics, floor = published_for("qwen2.5-32b", "MATH"), {"ms": 5.0, "floor_ms": 1.0}
@@ -185,12 +174,12 @@ def test_schedule():
 
 # -- the run -----------------------------------------------------------------------------------------------
 
-SMALL = [
-    *("--target", "tiny", "--drafter", "tiny-drafter", "--dtype", "float32", "--context", "40", "--rounds", "12"),
-    *("--repeats", "1", "--platform", "gpu", "--dataset", "math"),
-]
+SMALL = (
+    "--target tiny --drafter tiny-drafter --dtype float32 --context 40 --rounds 12 --repeats 1 --platform gpu "
+    "--dataset math"
+).split()
 """The plan of an accelerator: one verify width, so little to compile."""
-OPTIONS = ReplayOptions(*("tiny-drafter", ("MATH",), 12, 40, "float32", "gpu", None), seed=0, repeats=1)
+OPTIONS = ReplayOptions("tiny-drafter", ("MATH",), 12, 40, "float32", "gpu", None, seed=0, repeats=1)
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +203,14 @@ def ran(tmp_path_factory):
 @pytest.mark.long
 def test_the_rounds_follow_the_draws(ran):
     (record,) = ran.summary["targets"]
-    [(_, log)] = ran.logs
+    [(drawn, log)] = ran.logs
     chunks, accepted = draw(fit(published_for("tiny", "MATH")), 12, seed=0)
     assert log.round == 12 and (log.accepted[0, :12] == accepted).all()
     assert (log.draft_length[0, :12] == 10 * chunks).all() and (log.emitted[0, :12] == accepted + 1).all()
     # Commits ride along: no pass beyond one per chunk.
     assert log.target_passes[0] == 12 and (log.passes[0, :12] == chunks).all()
+    with pytest.raises(RuntimeError, match=r"MATH: round 5 of 12 left the draws \(accepted\)"):
+        drawn.check(log.replace(accepted=log.accepted.at[0, 5].add(1)))
     assert [case["passes"] for case in record["cases"]] == ["wide", "paper"]
     passes = [case["passes_per_round"] for case in record["cases"]]
     assert passes == pytest.approx([float(log.drafter_passes) / 12, 3.6])
@@ -232,27 +223,22 @@ def test_the_rounds_follow_the_draws(ran):
 def test_the_report_is_whole(ran):
     (record,) = ran.summary["targets"]
     assert "acceptance injected" in ran.summary["what"] and "agrees_long" in ran.summary["law"]
-    assert set(record["bandwidth_bytes_per_s"]) == {"copy", "read"} and record["kernel"] == kernel_of(
-        jax.devices()[0], jnp.float32, 64
-    )
-    copied = record["bandwidth_bytes_per_s"]["copy"]
-    target, drafter = CONFIGS["tiny"], CONFIGS["tiny-drafter"]
-    assert record["vanilla"]["steps"] == record["cases"][0]["tokens"]
-    mean_live = 40 + (record["vanilla"]["steps"] - 1) / 2
-    assert record["vanilla"]["floor_ms"] == pytest.approx(1e3 * model_shapes.pass_bytes(target, mean_live, 4) / copied)
+    assert record["kernel"] == kernel_of(jax.devices()[0], jnp.float32, 64)
+    names = ("tiny", "tiny-drafter")
+    reads = {name: functools.partial(model_shapes.pass_bytes, CONFIGS[name], itemsize=4) for name in names}
+    steps, copied = record["vanilla"]["steps"], record["bandwidth_bytes_per_s"]["copy"]
+    assert steps == record["cases"][0]["tokens"]
+    assert record["vanilla"]["floor_ms"] == pytest.approx(1e3 * reads["tiny"](40 + (steps - 1) / 2) / copied)
     assert list(record["verify"]) == ["64", "72"] and list(record["drafter_pass"]) == ["32", "64"]
-    floor = model_shapes.pass_bytes(drafter, 64, 4) / copied
-    assert record["drafter_pass"]["32"]["floor_ms"] == pytest.approx(1e3 * floor)
+    assert record["drafter_pass"]["32"]["floor_ms"] == pytest.approx(1e3 * reads["tiny-drafter"](64) / copied)
     for case in record["cases"]:
         assert sum(case["parts_ms"].values()) == pytest.approx(case["round_ms"])
         assert case["speedup"] == pytest.approx(case["tokens_per_s"] / record["vanilla"]["tokens_per_s"])
         assert case["over_floor"] == pytest.approx(case["round_ms"] / case["floor_ms"])
-        assert case["statistics"]["mean_accepted"] == 6.5
+        assert case["statistics"]["mean_accepted"] == 6.5 and not case["statistics"]["same_target"]
         assert case["papers_speedup"] == pytest.approx(3.97, abs=0.01)
-    names = {"replay.json", "replay.md", "targets.jsonl"}
-    assert {path.name for path in ran.out.iterdir()} == names
-    text = (ran.out / "replay.md").read_text()
-    assert "**Replay: random weights" in text and "MATH (Qwen2.5-14B-Instruct's), passes: paper" in text
+    assert {path.name for path in ran.out.iterdir()} == {"replay.json", "replay.md", "targets.jsonl"}
+    assert "MATH (Qwen2.5-14B-Instruct's), passes: paper" in (ran.out / "replay.md").read_text()
 
 
 def test_every_pass_is_executed_on_the_device():
@@ -300,15 +286,6 @@ def test_two_processes_replay_together(tmp_path):
     assert len(json.loads((tmp_path / "replay.json").read_text())["targets"][0]["cases"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("count", "message"),
-    [("0", "--tensor-parallel 0: must be at least 1"), ("64", "--tensor-parallel 64 (x 1 data-parallel): there are")],
-)
-def test_devices_that_there_are_not(count, message, capsys):
-    assert bench.main(["replay", *SMALL, "--tensor-parallel", count]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.long
 def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):
     monkeypatch.setattr(replay, "ReplayedPair", None)
@@ -318,32 +295,24 @@ def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):
     assert "made with other settings (seed: 0 there, 1 here); name another --out" in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_rounds_that_leave_the_draws_are_an_error(ran):
-    case, log = ran.logs[0]
-    with pytest.raises(RuntimeError, match=r"MATH: round 5 of 12 left the draws \(accepted\)"):
-        case.check(log.replace(accepted=log.accepted.at[0, 5].add(1)))
-
-
 def test_what_does_not_fit_is_skipped(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(hardware, "free_memory", lambda: 10**9)
     monkeypatch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e10})
-    assert bench.main(["replay", "--target", "qwen2.5-1.5b", "--dataset", "math", "--out", str(tmp_path)]) == 0
+    for _ in range(2):  # a skipped target is tried again
+        assert bench.main(["replay", "--target", "qwen2.5-1.5b", "--dataset", "math", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "| qwen2.5-1.5b | skipped: weights, caches and logits need 6." in printed
     assert "the device has 1.0 GB free" in printed
-    (record,) = json.loads((tmp_path / "replay.json").read_text())["targets"]
-    assert "skipped" in record
+    assert "skipped" in json.loads((tmp_path / "replay.json").read_text())["targets"][0]
 
 
-def test_without_a_target(monkeypatch, capsys):
-    """On a CPU the real sizes are left out, and said to be."""
+def test_real_sizes_are_left_out_on_a_cpu(monkeypatch, capsys):
     monkeypatch.setattr(replay, "replay_target", lambda name, options: {"target": name, "skipped": "mocked"})
     assert bench.main(["replay"]) == 0
     printed = capsys.readouterr().out
-    for name in ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b"):
-        assert f"| {name} | skipped: hours on a CPU; --target {name} runs it all the same |" in printed
-    assert "| tiny | skipped: mocked |" in printed
+    assert (
+        printed.count("| skipped: hours on a CPU; --target qwen2.5-") == 3 and "| tiny | skipped: mocked |" in printed
+    )
 
 
 @pytest.mark.long
@@ -363,11 +332,12 @@ def test_the_32b_pair_fits_80_gb():
         (["--context", "0"], "--context 0: must be at least 2"),
         (["--repeats", "0"], "--repeats 0: must be at least 1"),
         (["--passes", "wide"], "--passes: "),
+        (["--tensor-parallel", "0"], "--tensor-parallel 0: must be at least 1"),
+        (["--tensor-parallel", "64"], "--tensor-parallel 64 (x 1 data-parallel): there are"),
         (["--dataset", "mbpp"], "--dataset mbpp: must be among math, aime, gsm8k, gpqa, humaneval"),
     ],
 )
-def test_bad_flags(args, message, monkeypatch, capsys):
-    monkeypatch.setattr(replay, "replay_target", None)
+def test_bad_flags(args, message, capsys):
     assert bench.main(["replay", *SMALL, *args]) == 2
     assert message in capsys.readouterr().err
 

@@ -144,8 +144,8 @@ def prefill(target: Decoder, drafter: Drafter, state: DecodeState, *, prompt_tok
       prompt_tokens: tokens of the longest prompt, static.
       plan: that of the state.
     """
-    for call in prefill_schedule(prompt_tokens, drafter, plan, state.tokens.shape[1]):
-        state = prefill_chunk(target, drafter, state, jnp.int32(call.start), width=call.width, parts=call.parts)
+    for start, chunk in prefill_schedule(prompt_tokens, drafter, plan, state.tokens.shape[1]):
+        state = prefill_chunk(target, drafter, state, jnp.int32(start), **chunk)
     return state
 
 

@@ -264,25 +264,12 @@ def step(
     model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, schedule: BlockSchedule
 ) -> DiffusionState:
     """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
-    work = work_of(model, state, schedule)
+    work = BlockPass.over(state.text, state.at, state.prompt_length, model.config, schedule.small_block)
     with jax.named_scope("draft"):
         hidden, cache = _denoise(model, state, work, schedule.block_cache)
         logits = scores_of(model, hidden)
     state = state.replace(cache=cache, steps=state.steps + 1)
     return after_pass(model, state, work, logits, threshold, active=state.running, adopted=False)
-
-
-def work_of(model: Decoder, state: DiffusionState, schedule: BlockSchedule) -> BlockPass:
-    """Returns the next pass over each sequence's block."""
-    return BlockPass.over(
-        state.text,
-        state.at,
-        state.prompt_length,
-        block=model.config.block_size,
-        small_block=schedule.small_block,
-        mask_token=model.config.mask_token_id,
-        token_shift=model.config.token_shift,
-    )
 
 
 @jax.named_scope("commit")
@@ -307,7 +294,7 @@ def after_pass(
     following = state.at[:, None] + jnp.where(work.full[:, None], block, work.inside)
     opens = work.full & shift
     proposed, confidence, finite = _propose(model, logits, following, state.pass_number, opens, state.sampling)
-    wanted = jnp.take_along_axis(work.masked, work.inside, 1) | opens[:, None]
+    wanted = work.masked_inside | opens[:, None]
     failed = active & jnp.any(wanted & ~finite, axis=1)
     sound = active & ~failed
     text, _, _ = work.unmasked(state.text, proposed, confidence, active=sound, threshold=threshold)

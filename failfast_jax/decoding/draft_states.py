@@ -63,12 +63,10 @@ class Copies:
     """True for passes over the small block alone, with the block's cache around it."""
 
     @classmethod
-    def over(
-        cls, state: DiffusionState, work: BlockPass, graph: Int[Array, "S d"], mask_token: int, block_cache: bool
-    ) -> Copies:
+    def over(cls, state: DiffusionState, work: BlockPass, graph: Int[Array, "S d"], block_cache: bool) -> Copies:
         """Returns the copies for the next pass, `work`."""
         batch, block = work.tokens.shape
-        masked = jnp.take_along_axis(work.masked, work.inside, 1)
+        masked = work.masked_inside
         ranks = rank(jnp.where(masked, state.guesses.confidence, -1.0))
         choice = graph[:, ranks].transpose(1, 0, 2)  # [B, S, d]
         filled = masked[:, None] & (choice >= 0)
@@ -212,8 +210,8 @@ def step(
       graph: the draft graph; without rows this is `diffusion_decoding.step`, which notes candidates for states.
     """
     block, at, graph = model.config.block_size, state.at, jnp.asarray(graph)
-    work = diffusion_decoding.work_of(model, state, schedule)
-    copies = Copies.over(state, work, graph, model.config.mask_token_id, schedule.block_cache)
+    work = BlockPass.over(state.text, at, state.prompt_length, model.config, schedule.small_block)
+    copies = Copies.over(state, work, graph, schedule.block_cache)
     with jax.named_scope("draft"):
         hidden, cache = _run(model, state, copies, work, schedule)
         logits = diffusion_decoding.scores_of(model, hidden)

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.windows import gather_window, place
+from failfast_jax.models.model_config import ModelConfig
 
 
 def to_fill(
@@ -70,17 +71,15 @@ class BlockPass:
         text: Int[Array, "B T"],
         at: Int[Array, " B"],
         first: Int[Array, " B"],
-        *,
-        block: int,
+        config: ModelConfig,
         small_block: int,
-        mask_token: int,
-        token_shift: bool,
     ) -> BlockPass:
         """Returns the pass over the blocks at `at`; mask tokens before position `first` are text."""
-        tokens = gather_window(text, at, block)
-        masked = (tokens == mask_token) & (at[:, None] + jnp.arange(block) >= first[:, None])
+        tokens = gather_window(text, at, config.block_size)
+        places = at[:, None] + jnp.arange(config.block_size)
+        masked = (tokens == config.mask_token_id) & (places >= first[:, None])
         small = jnp.argmax(masked, 1) // small_block * small_block
-        return cls(at, tokens, masked, small, small_block=small_block, token_shift=token_shift)
+        return cls(at, tokens, masked, small, small_block=small_block, token_shift=config.token_shift)
 
     @property
     def full(self) -> Bool[Array, " B"]:
@@ -91,6 +90,11 @@ class BlockPass:
     def inside(self) -> Int[Array, "B d"]:
         """Positions of the small block within the block."""
         return self.small[:, None] + jnp.arange(self.small_block)
+
+    @property
+    def masked_inside(self) -> Bool[Array, "B d"]:
+        """The masked positions of the small block."""
+        return jnp.take_along_axis(self.masked, self.inside, 1)
 
     @property
     def rows(self) -> Int[Array, "B d"]:
@@ -119,6 +123,6 @@ class BlockPass:
         block = self.masked.shape[1]
         if self.token_shift:
             text = place(text, self.at + block, tokens[:, :1], (active & self.full & opens_next)[:, None])
-        masked = jnp.take_along_axis(self.masked, self.inside, 1) & (active & ~self.full)[:, None]
+        masked = self.masked_inside & (active & ~self.full)[:, None]
         chosen = to_fill(confidence, masked, threshold)
         return place(text, self.at + self.small, tokens, chosen), masked, chosen

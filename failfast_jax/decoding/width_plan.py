@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.models.kv_cache import TILE, TPU_TILE, round_up
@@ -118,17 +119,8 @@ def buffer_length(capacity: int, drafter: Drafter, plan: Plan) -> int:
     return round_up(capacity + widest, plan.tile)
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefillCall:
-    """One `prefill_chunk`: where it starts and its static arguments."""
-
-    start: int
-    width: int
-    parts: tuple[str, ...]
-
-
 def prefill_parts(drafter: Drafter, plan: Plan) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Chunk widths, and which of the two models they serve."""
+    """Returns chunk widths, with the models that they serve."""
     if plan.prefill_widths == plan.drafter_prefill_widths:
         return [(plan.prefill_widths, ("target", "drafter"))]
     parts = [(plan.prefill_widths, ("target",))]
@@ -139,9 +131,9 @@ def prefill_parts(drafter: Drafter, plan: Plan) -> list[tuple[tuple[int, ...], t
 
 def prefill_schedule(
     prompt_tokens: int, drafter: Drafter, plan: Plan, buffer: int, begin: int = 0
-) -> list[PrefillCall]:
-    """Returns arguments of `prefill_chunk` for all but the last of `prompt_tokens` tokens, in order: the target's
-    chunks before those of a drafter that has others.
+) -> list[tuple[int, dict[str, Any]]]:
+    """Returns start and static arguments of each `prefill_chunk` for all but the last of `prompt_tokens` tokens, in
+    order: the target's chunks before those of a drafter that has others.
 
     Example: 300 tokens at widths 32 128 256 512 take chunks of 256, 32 and 32 positions: 512 would waste too much.
 
@@ -151,15 +143,14 @@ def prefill_schedule(
       begin: positions that the caches hold already, a multiple of the drafter's `chunk_multiple`.
     """
 
-    def chunks(widths: tuple[int, ...], parts: tuple[str, ...]) -> list[PrefillCall]:
-        calls, start = [], begin
+    calls = []
+    for widths, parts in prefill_parts(drafter, plan):
+        start = begin
         while start < prompt_tokens - 1:
             left = prompt_tokens - 1 - start
             # A wider chunk than what is left only where that wastes less than half of it.
             fits = [w for w in widths if w <= max(left * 1.5, widths[0]) and start + w <= buffer]
             width = next((w for w in fits if w >= left), fits[-1])
-            calls.append(PrefillCall(start, width, parts))
+            calls.append((start, {"width": width, "parts": parts}))
             start += width
-        return calls
-
-    return [call for widths, parts in prefill_parts(drafter, plan) for call in chunks(widths, parts)]
+    return calls

@@ -135,15 +135,7 @@ class Aligned(BlockDrafter):
     def _guess(self, carry: _Filling, committed: Committed) -> tuple[_Filling, _Guess]:
         """Scores the positions of the small block that is filled, or the next block's first one."""
         at = carry.state.cached
-        block = BlockPass.over(
-            carry.text,
-            at,
-            committed.length,
-            block=self.block,
-            small_block=self.small_block,
-            mask_token=self.mask_token,
-            token_shift=self.model.config.token_shift,
-        )
+        block = BlockPass.over(carry.text, at, committed.length, self.model.config, self.small_block)
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
         scores = argmax(self.logits(gather_rows(hidden, block.rows)), confidence=True)

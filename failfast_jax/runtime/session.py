@@ -388,8 +388,7 @@ class DraftSession(Session):
         return self._prompts(requests), np.asarray([request.max_new_tokens for request in requests], np.int32)
 
     def _chunks(self, prompt_tokens, begin=0):
-        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)
-        return [(call.start, {"width": call.width, "parts": call.parts}) for call in calls]
+        return prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)
 
     def _view(self, state):
         return state.tokens, state.prompt_length, state.length, state.finish

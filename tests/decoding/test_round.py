@@ -384,13 +384,14 @@ def test_prefill_covers_all_but_the_last_token(kind, exact, length):
     buffer = decoding.buffer_length(length + 1, drafter, plan)
     calls = decoding.prefill_schedule(length, drafter, plan, buffer)
     for part in ("target", "drafter") if drafter.shape.has_model else ("target",):
-        mine = [call for call in calls if part in call.parts]
-        at = 0
-        for call in mine:
-            assert call.start == at and call.start + call.width <= buffer
-            at += call.width
+        starts, at = [], 0
+        for begin, chunk in calls:
+            if part in chunk["parts"]:
+                assert begin == at and begin + chunk["width"] <= buffer
+                starts.append(begin)
+                at += chunk["width"]
         assert length - 1 <= at
-        assert not mine or mine[-1].start < length - 1
+        assert not starts or starts[-1] < length - 1
 
 
 def test_a_prompt_buffer_beyond_the_capacity_is_refused():

@@ -23,14 +23,6 @@ from failfast_jax.util import numerics
 logger = logging.getLogger("failfast_jax")
 
 
-def first_layer_of(model: Decoder) -> Decoder:
-    """The model cut after its first layer: every matrix shape of the whole one, in a fraction of its time."""
-    shallow = copy.copy(model)
-    shallow.layers = nnx.List([model.layers[0]])
-    shallow.config = dataclasses.replace(model.config, num_layers=1)
-    return shallow
-
-
 REFERENCE_WIDTH = 64
 LONGEST_CACHE = 4096
 """Positions of the cache that the check runs in, at both ends: at most so many, and the model's context."""
@@ -51,7 +43,10 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
     Example, for widths 8 and 72: the reference runs rows 0..63 and 64..127; 8 runs rows 0..7 and 120..127, 72 runs rows
     0..71 and 56..127, over the reference's cache.
     """
-    shallow = first_layer_of(model)
+    # Cut after its first layer the model has every matrix shape of the whole one, in a fraction of its time.
+    shallow = copy.copy(model)
+    shallow.layers = nnx.List([model.layers[0]])
+    shallow.config = dataclasses.replace(model.config, num_layers=1)
 
     @jax.jit
     def window(model: Decoder, cache: KVCache, tokens: Array, start: Array) -> tuple[Array, KVCache]:

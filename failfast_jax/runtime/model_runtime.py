@@ -150,13 +150,7 @@ class Runtime:
     def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
         """Compiles a function for the types of `args` (arrays or shape structs), or takes it from the store.
 
-        The key of a program is the function, all that is bound to it, the structure of the arguments (models and
-        drafters with all their static fields) and the type and place of every array.
-
-        Args:
-          function: without a closure; further values are bound with `functools.partial`, or are fields of a frozen
-            dataclass that is called.
-          donate: arguments whose memory the result may take.
+        `util.compilation.Program` says what a `function` may be; the result may take the memory of arguments `donate`.
 
         Raises:
           TypeError: the function closes over variables, or is bound to something that cannot be compared.

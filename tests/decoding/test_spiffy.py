@@ -41,6 +41,11 @@ def graph_file(tmp_path_factory):
     return make
 
 
+def answered(engine: FailFast, prompt: list[int], count: int, graph: str, **options):
+    common = {"method": "dllm", "released_length": True, "spiffy": count, "spiffy_graph": graph}
+    return engine.generate([prompt], **common, **options)[0]
+
+
 def together(result) -> int:
     """Passes that plain decoding makes."""
     assert result.stats.adopted_passes == sum(block.adopted for block in result.rounds)
@@ -62,16 +67,8 @@ def test_golden_answers(name, count, golden_model, graph_file):
     with np.load(GOLDEN / name / "golden.npz") as stored:
         for case in cases:
             expected, prompt = stored[case["key"]].reshape(-1).tolist(), case["prompt_len"]
-            (result,) = engine.generate(
-                [expected[:prompt]],
-                method="dllm",
-                max_new_tokens=64,
-                threshold=case["threshold"],
-                block_cache=case["block_cache"],
-                released_length=True,
-                spiffy=count,
-                spiffy_graph=graph_file(32, 8),
-            )
+            options = {"threshold": case["threshold"], "block_cache": case["block_cache"], "max_new_tokens": 64}
+            result = answered(engine, expected[:prompt], count, graph_file(32, 8), **options)
             assert result.output_ids == expected[prompt:], case
             assert together(result) == case["forwards"], case
             adopted += result.stats.adopted_passes
@@ -83,15 +80,8 @@ def test_golden_answers_of_sdar(count, golden_model, graph_file):
     engine, adopted = FailFast(golden_model("field/sdar_a")), 0
     cases = json.loads((GOLDEN / "field" / "sdar_a" / "generate.json").read_text())
     for case in (case for case in cases if case["denoising_steps"] == 8):
-        (result,) = engine.generate(
-            [case["prompt"]],
-            method="dllm",
-            max_new_tokens=case["max_new_tokens"],
-            threshold=case["threshold"],
-            released_length=True,
-            spiffy=count,
-            spiffy_graph=graph_file(8, 8),
-        )
+        options = {name: case[name] for name in ("max_new_tokens", "threshold")}
+        result = answered(engine, case["prompt"], count, graph_file(8, 8), **options)
         assert result.output_ids == case["output_ids"], case
         assert together(result) == case["passes"] + (len(case["prompt"]) >= 8), case
         adopted += result.stats.adopted_passes
@@ -145,16 +135,16 @@ def test_a_graph_is_read_as_it_was_written(graph_file):
         engine().generate([[1]], method="dllm", small_block_size=4, spiffy=2)
 
 
+DAMAGED = [[[[4, 0]]], [[[0, RANKS]]], [[[0, 0], [0, 1]]], [[]], 3]
+"""A rank that there is not, a token that there is not, a position twice, an empty state, no list."""
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"block_size": 0}, "key 'block_size' must be an integer from 1 to 65536, got 0"),
+        ({"block_size": 0}, "key 'block_size'"),
         ({"small_block_size": None}, "key 'small_block_size'"),
-        ({"states": [[[4, 0]]]}, "key 'states' must be a list of states, each of pairs of a position's rank below 4"),
-        ({"states": [[[0, RANKS]]]}, "key 'states'"),
-        ({"states": [[[0, 0], [0, 1]]]}, "key 'states'"),
-        ({"states": [[]]}, "key 'states'"),
-        ({"states": 3}, "key 'states'"),
+        *(({"states": states}, "key 'states'") for states in DAMAGED),
     ],
 )
 def test_damaged_graphs_are_refused(change, message, tmp_path):

@@ -96,9 +96,8 @@ def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
     """
     if path is None or not Path(path).is_file():
         place = "" if path is None else f" in {path}"
-        raise OptionError(
-            f"--spiffy: no calibrated draft graph{place}; make one with {COMMAND} --target {model} --data ... --out FILE"
-        )
+        flags = f"--target {model} --data ... --out FILE"
+        raise OptionError(f"--spiffy: no calibrated draft graph{place}; make one with {COMMAND} {flags}")
     raw = read_json(Path(path))
     block, small = (values.number(raw, key, path, most=2**16) for key in ("block_size", "small_block_size"))
     states = raw.get("states")

@@ -126,8 +126,7 @@ class Formats:
         size = int.from_bytes(weights[:8], "little")
         self.header, self.data = json.loads(weights[8 : 8 + size]), weights[8 + size :]
         self.weights = weights
-        self.parts = GGUFParts.of(write_gguf(self.gguf, name, extra=gguf_tokenizer))
-        self.whole_gguf = self.gguf.read_bytes()
+        self.metadata, self.tensors, self.gguf_data = gguf_parts(write_gguf(self.gguf, name, extra=gguf_tokenizer))
 
     def folder_bytes(self, rng: random.Random) -> None:
         """`config.json` or a header of `model.safetensors`, with some bytes damaged or a name twice."""
@@ -169,7 +168,7 @@ class Formats:
 
     def gguf_bytes(self, rng: random.Random) -> None:
         """A GGUF header with some bytes damaged."""
-        self.gguf.write_bytes(mangled(rng, self.whole_gguf, 4000))
+        self.gguf.write_bytes(mangled(rng, gguf_bytes(self.metadata, self.tensors, self.gguf_data), 4000))
         opened(self.gguf)
 
     def config_json(self, rng: random.Random) -> None:
@@ -211,7 +210,10 @@ class Formats:
 
     def gguf_file(self, rng: random.Random) -> None:
         """Metadata and tensors of a GGUF file."""
-        self.gguf.write_bytes(self.parts.changed(rng).written(rng))
+        changed = restructured(rng, self.metadata | {"tensors": self.tensors})
+        metadata = changed if isinstance(changed, dict) else self.metadata
+        tensors = metadata.pop("tensors", self.tensors)
+        self.gguf.write_bytes(gguf_bytes(metadata, tensors if isinstance(tensors, list) else [], self.gguf_data))
         opened(self.gguf)
 
 
@@ -227,130 +229,52 @@ ROPES = (
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
 )
-CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
 
 
-class GGUFParts:
-    """The parts of a GGUF file: metadata as (key, type, value), and tensors as (name, sizes, type, offset)."""
-
-    def __init__(self, pairs: list, tensors: list, data: bytes):
-        self.pairs, self.tensors, self.data = pairs, tensors, data
-
-    @classmethod
-    def of(cls, path: Path) -> GGUFParts:
-        """A whole file's; a list's type is (LIST, type of its entries)."""
-        reader = gguf.GGUFReader(path)
-        pairs = []
-        for field in reader.fields.values():
-            if not field.name.startswith("GGUF."):
-                kinds = [int(kind) for kind in field.types]
-                pairs.append((field.name, tuple(kinds) if kinds[0] == LIST else kinds[0], field.contents()))
-        start = reader.data_offset
-        tensors = [
-            (each.name, [int(n) for n in each.shape], int(each.tensor_type), each.data_offset - start)
-            for each in reader.tensors
-        ]
-        return cls(pairs, tensors, path.read_bytes()[start:])
-
-    def changed(self, rng: random.Random) -> GGUFParts:
-        """The parts with other types, ranges, lengths or names somewhere."""
-        pairs, tensors = list(self.pairs), list(self.tensors)
-        for _ in range(rng.choice([1, 1, 2, 3])):
-            if rng.random() < 0.7:
-                self._change_pair(rng, pairs)
-            else:
-                self._change_tensor(rng, tensors)
-        return GGUFParts(pairs, tensors, self.data)
-
-    def _change_pair(self, rng: random.Random, pairs: list) -> None:
-        at, way = rng.randrange(len(pairs)), rng.random()
-        key, kind, value = pairs[at]
-        if way < 0.1:
-            del pairs[at]
-        elif way < 0.15:
-            pairs.insert(at, pairs[at])
-        elif way < 0.25:
-            pairs[at] = (rng.choice(KEYS), kind, value)
-        elif way < 0.35:
-            added = rng.choice(["general.alignment", "split.count", "tokenizer.ggml.bos_token_id", *ROPE_KEYS])
-            pairs.append((added, *self._value(rng)))
-        elif isinstance(value, list) and value and way < 0.7:
-            entry = (
-                rng.choice(["", "a b c", "nothere", "\x1b[2J", "v" * 2000]) if isinstance(value[0], str) else 2**31 - 1
-            )
-            cut = rng.choice([value[:-1], [], [*value, entry], [entry, *value[1:]], value * 2, value[::-1], value[:1]])
-            pairs[at] = (key, kind, cut)
-        else:
-            pairs[at] = (key, *self._value(rng))
-
-    def _value(self, rng: random.Random) -> tuple[Any, Any]:
-        way = rng.random()
-        if way < 0.25:
-            return TEXT, rng.choice([text for text in TEXTS if text != "\ud83d"] + ["yarn", "linear", "llama", "gpt2"])
-        if way < 0.45:
-            kind = rng.choice([TEXT, *CODES])
-            return (LIST, kind), [rng.choice(["a", "b c"]) if kind == TEXT else 1] * rng.choice([0, 1, 3, 500])
-        kind = rng.choice(list(CODES))
-        number = rng.choice(FLOATS if CODES[kind] in "fd" else INTEGERS)
-        return kind, number
-
-    def _change_tensor(self, rng: random.Random, tensors: list) -> None:
-        at, way = rng.randrange(len(tensors)), rng.random()
-        name, sizes, kind, offset = tensors[at]
-        if way < 0.1:
-            del tensors[at]
-        elif way < 0.2:
-            tensors.append(tensors[at])
-        elif way < 0.35:
-            name = rng.choice([text for text in TEXTS if text != "\ud83d"] + ["blk.9.x.weight", "rope_freqs.weight"])
-            tensors[at] = (name, sizes, kind, offset)
-        elif way < 0.65:
-            extreme = [
-                rng.choice([0, 1, 2, 2**31, 2**40, 2**63, 2**64 - 1]) for _ in range(rng.choice([0, 1, 2, 4, 9]))
-            ]
-            tensors[at] = (name, rng.choice([extreme, sizes[::-1], [*sizes, 1], sizes[:-1]]), kind, offset)
-        elif way < 0.85:
-            tensors[at] = (name, sizes, rng.choice([*range(42), 2**31, 2**32 - 1]), offset)
-        else:
-            tensors[at] = (name, sizes, kind, rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, offset + 32]))
-
-    def written(self, rng: random.Random) -> bytes:
-        """The file; its counts and its end are sometimes not what they should be."""
-
-        def text(value: str) -> bytes:
-            content = value.encode()
-            return struct.pack("<Q", len(content)) + content
-
-        def scalar(kind: int, value: Any) -> bytes:
-            code = CODES[kind]
-            if code in "fd":
-                return struct.pack("<" + code, np.float32(value) if code == "f" else value)
-            width = struct.calcsize(code)
-            return (int(value) % 2 ** (8 * width)).to_bytes(width, "little")
-
-        def typed(kind: Any, value: Any) -> bytes:
-            if not isinstance(kind, tuple):
-                return struct.pack("<I", kind) + (text(value) if kind == TEXT else scalar(kind, value))
-            parts = b"".join(text(each) if kind[1] == TEXT else scalar(kind[1], each) for each in value)
-            return struct.pack("<IIQ", LIST, kind[1], len(value)) + parts
-
-        counts = [len(self.tensors), len(self.pairs)]
-        if rng.random() < 0.05:
-            counts[rng.randrange(2)] = rng.choice([0, 1, 2**31, 2**63, 2**64 - 1])
-        out = b"GGUF" + struct.pack("<IQQ", rng.choice([3] * 40 + [0, 1, 2, 4, 3 << 24]), *counts)
-        out += b"".join(text(key) + typed(kind, value) for key, kind, value in self.pairs)
-        for name, sizes, kind, offset in self.tensors:
-            numbers = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
-            out += text(name) + numbers
-        out += bytes(-len(out) % 32) + self.data
-        return out[: rng.randrange(len(out))] if rng.random() < 0.03 else out
+def gguf_parts(path: Path) -> tuple[dict[str, Any], list[list[Any]], bytes]:
+    """Metadata, tensors (name, sizes, type, offset) and data of a GGUF file."""
+    reader = gguf.GGUFReader(path)
+    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    start = reader.data_offset
+    tensors = [
+        [each.name, [int(n) for n in each.shape], int(each.tensor_type), each.data_offset - start]
+        for each in reader.tensors
+    ]
+    return metadata, tensors, path.read_bytes()[start:]
 
 
-ROPE_KEYS = tuple(
-    f"qwen2.rope.{name}"
-    for name in (
-        *("scaling.type", "scaling.factor", "scale_linear", "dimension_count", "freq_base"),
-        *("scaling.original_context_length", "scaling.yarn_beta_fast", "scaling.attn_factor"),
-    )
-)
+def gguf_text(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+def gguf_value(value: Any) -> tuple[int, bytes]:
+    """GGUF's type and bytes of a value; an error, if it has none."""
+    if isinstance(value, list):
+        kinds, parts = zip(*map(gguf_value, value)) if value else ((TEXT,), ())
+        if len({*kinds}) > 1 or LIST in kinds:
+            raise TypeError
+        return LIST, struct.pack("<IQ", kinds[0], len(value)) + b"".join(parts)
+    if isinstance(value, str):
+        return TEXT, gguf_text(value)
+    if isinstance(value, bool):
+        return 7, struct.pack("<?", value)
+    if isinstance(value, float):
+        return 6, struct.pack("<f", np.float32(value))
+    kind, code = (4, "I") if 0 <= value < 2**32 else (11, "q") if value < 0 else (10, "Q")
+    return kind, struct.pack("<" + code, value)
+
+
+def gguf_bytes(metadata: dict[str, Any], tensors: list[Any], data: bytes) -> bytes:
+    """A GGUF file; what cannot be written is left out, and still counted."""
+    out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    for key, value in metadata.items():
+        with contextlib.suppress(TypeError, struct.error, UnicodeEncodeError):
+            kind, content = gguf_value(value)
+            out += gguf_text(key) + struct.pack("<I", kind) + content
+    for tensor in tensors:
+        with contextlib.suppress(TypeError, ValueError, AttributeError, struct.error):
+            name, sizes, kind, offset = tensor
+            out += gguf_text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+    return out + bytes(-len(out) % 32) + data

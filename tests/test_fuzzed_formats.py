@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import time
+from typing import Any
 
-import fuzzed_formats
 import fuzzing
 import pytest
 from checkpoint_files import GOLDEN, hf_folder
-from fuzzed_formats import LIST, TEXT, Formats, opened
+from fuzzed_formats import Formats, gguf_bytes, opened
 
-from failfast_jax.checkpoints import orbax_folder, parameters
+from failfast_jax.checkpoints import parameters
 from failfast_jax.checkpoints.checkpoint import open_checkpoint
-from failfast_jax.errors import CheckpointError, ConfigError, InputError
+from failfast_jax.errors import CheckpointError, InputError
 
 HUGE, NAN = 10**400, float("nan")
 
@@ -34,17 +33,12 @@ def formats(tmp_path_factory):
         ),
         ({"num_hidden_layers": HUGE}, "key 'num_hidden_layers' must be an integer from 1 to 4096, got 1000"),
         ({"rope_theta": HUGE}, "key 'rope_theta' must be a number from 1.1"),
-        ({"rope_theta": NAN}, "key 'rope_theta' must be a number"),
-        ({"rms_norm_eps": float("inf")}, "key 'rms_norm_eps' must be a number"),
         ({"rms_norm_eps": "1e-5"}, "key 'rms_norm_eps' must be a number from 1e-30 to 1, got '1e-5'"),
-        ({"eos_token_id": [1, 10**30]}, "key 'eos_token_id' must be a token id"),
         ({"eos_token_id": [1, "2"]}, "key 'eos_token_id' must be a token id"),
         ({"vocab_size": 160.0}, "key 'vocab_size' must be an integer"),
         ({"head_dim": -64}, "key 'head_dim' must be an integer"),
-        ({"num_key_value_heads": 2**70}, "key 'num_key_value_heads' must be an integer from 1 to 4096"),
         ({"tie_word_embeddings": "false"}, "key 'tie_word_embeddings' must be true or false, got 'false'"),
         ({"hidden_size": [64]}, r"key 'hidden_size' must be an integer from 1 to 1048576, got \[64\]"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": HUGE}}, "rope_scaling: key 'factor' must be a number"),
         ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_scaling: key 'rope_type' must be a text"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": NAN}}, "key 'beta_fast' must be a number"),
         (
@@ -94,84 +88,63 @@ def test_layers_are_counted_first(tmp_path):
             parameters.check_layers([*names, *more], 4096, tmp_path)
 
 
+def write_metadata(formats: Formats, **changes: Any) -> None:
+    """Writes the GGUF file with these metadata."""
+    formats.gguf.write_bytes(gguf_bytes(formats.metadata | changes, formats.tensors, formats.gguf_data))
+
+
 @pytest.mark.parametrize(
-    "key, kind, value",
+    "key, value",
     [
-        ("general.alignment", 4, 0),
-        ("general.alignment", TEXT, "32"),
-        ("general.alignment", (LIST, 4), [32]),
-        ("general.architecture", (LIST, TEXT), ["qwen2"]),
-        ("split.count", TEXT, "2"),
-        ("qwen2.attention.head_count", 4, 0),
-        ("qwen2.attention.head_count_kv", (LIST, 4), [2, 2]),
-        ("qwen2.embedding_length", TEXT, "64"),
-        ("qwen2.block_count", 4, 4096),
-        ("qwen2.attention.layer_norm_rms_epsilon", 6, NAN),
-        ("qwen2.rope.freq_base", TEXT, "x"),
-        ("qwen2.rope.scaling.type", 4, 1),
-        ("qwen2.rope.scaling.factor", TEXT, "2"),
-        ("tokenizer.ggml.eos_token_id", TEXT, "2"),
-        ("tokenizer.ggml.tokens", TEXT, "abc"),
-        ("tokenizer.ggml.tokens", (LIST, 4), [1, 2]),
-        ("tokenizer.ggml.token_type", (LIST, TEXT), ["1"] * 258),
-        ("tokenizer.ggml.merges", (LIST, TEXT), ["a nothere"]),
-        ("tokenizer.ggml.merges", (LIST, TEXT), ["ab"]),
-        ("tokenizer.ggml.merges", 4, 7),
-        ("tokenizer.ggml.model", 4, 7),
-        ("tokenizer.ggml.pre", (LIST, TEXT), ["qwen2"]),
-        ("tokenizer.ggml.add_bos_token", TEXT, "yes"),
-        ("tokenizer.chat_template", 4, 7),
+        ("general.alignment", 0),
+        ("general.architecture", ["qwen2"]),
+        ("split.count", "2"),
+        ("qwen2.attention.head_count", 0),
+        ("qwen2.attention.head_count_kv", [2, 2]),
+        ("qwen2.block_count", 4096),
+        ("qwen2.attention.layer_norm_rms_epsilon", NAN),
+        ("qwen2.rope.freq_base", "x"),
+        ("qwen2.rope.scaling.type", 1),
+        ("tokenizer.ggml.eos_token_id", "2"),
+        ("tokenizer.ggml.tokens", [1, 2]),
+        ("tokenizer.ggml.token_type", ["1"] * 258),
+        ("tokenizer.ggml.merges", ["a nothere"]),
+        ("tokenizer.ggml.merges", 7),
+        ("tokenizer.ggml.add_bos_token", "yes"),
+        ("tokenizer.chat_template", 7),
     ],
 )
-def test_metadata_of_gguf(formats, key, kind, value):
-    parts = fuzzed_formats.GGUFParts(list(formats.parts.pairs), formats.parts.tensors, formats.parts.data)
-    parts.pairs = [pair for pair in parts.pairs if pair[0] != key] + [(key, kind, value)]
-    whole = random.Random(0)
-    whole.random, whole.choice = lambda: 1.0, lambda values: values[0]  # nothing else is changed
-    formats.gguf.write_bytes(parts.written(whole))
+def test_metadata_of_gguf(formats, key, value):
+    write_metadata(formats, **{key: value})
     with pytest.raises(InputError, match=r"block_count|layers" if "block_count" in key else key.split(".")[-1][:-1]):
         opened(formats.gguf)
 
 
 def test_special_tokens_that_are_none(formats):
     """-1, and the same without a sign, is how some files say that they have none."""
-    parts = fuzzed_formats.GGUFParts(list(formats.parts.pairs), formats.parts.tensors, formats.parts.data)
-    parts.pairs += [("tokenizer.ggml.bos_token_id", 4, 2**32 - 1), ("tokenizer.ggml.eot_token_id", 5, -1)]
-    whole = random.Random(0)
-    whole.random, whole.choice = lambda: 1.0, lambda values: values[0]
-    formats.gguf.write_bytes(parts.written(whole))
+    write_metadata(formats, **{"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.eot_token_id": -1})
     opened(formats.gguf)
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        {"shape": [65]},
-        {"shape": [-64]},
         {"shape": [1] * 10**6 + [64]},
         {"shape": [10**300] * 16},
-        {"shape": ["64"]},
-        {"shape": {"0": 64}},
-        {"data_offsets": [0, 256, 512]},
         {"data_offsets": [256, 0]},
         {"data_offsets": [-4, 252]},
         {"dtype": "I32"},
         {"dtype": "\x1b[2J" * 10**5},
-        {"dtype": None},
         [],
-        "x" * 10**6,
     ],
 )
 def test_headers_of_safetensors(tmp_path, formats, entry):
+    """The library refuses all but one dtype and the number of axes."""
     folder = hf_folder(tmp_path / "model", "qwen2_untied")
     changed = formats.header["model.norm.weight"] | entry if isinstance(entry, dict) else entry
     text = json.dumps(formats.header | {"model.norm.weight": changed}).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + formats.data)
     with pytest.raises(CheckpointError, match="model.safetensors: "):
-        opened(folder)
-    text = text.replace(b'"shape": [', b'"shape": [' + b"9" * 5000 + b", ", 1)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + formats.data)
-    with pytest.raises(CheckpointError, match="model.safetensors: .*download it again"):
         opened(folder)
 
 
@@ -183,35 +156,6 @@ def test_heads_without_numbers(tmp_path):
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(CheckpointError, match="model.embed_tokens.weight is .4611686018427387904, 0. in"):
         opened(folder)
-
-
-@pytest.mark.long
-def test_converted_folders_that_lie(tmp_path):
-    """Orbax's own files, damaged."""
-    source = open_checkpoint(GOLDEN / "qwen2_untied")
-    params = source.read(source.stored_dtype(), progress=False)
-    folder = hf_folder(tmp_path / "model", "qwen2_untied", failfast_format=1)
-    (folder / "model.safetensors").unlink()
-    orbax_folder.save_params(folder, params)
-    opened(folder)
-    files = [path for path in (folder / "params").rglob("*") if path.is_file() and path.suffix != ".lock"]
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(12):
-        path = rng.choice([path for path in files if path.name.startswith("_") or path.stat().st_size < 5000])
-        before = path.read_bytes()
-        try:
-            raw = json.loads(before)
-            path.write_text(json.dumps(fuzzed_formats.restructured(rng, raw)))
-        except ValueError:
-            path.write_bytes(before[: len(before) // 2] + b"\xff\0" + before[len(before) // 2 :])
-        try:
-            opened(folder)
-        except (CheckpointError, ConfigError):
-            refused += 1
-        path.write_bytes(before)
-    assert refused
-    opened(folder)
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(9000, marks=pytest.mark.long(rare=True))])

@@ -52,34 +52,26 @@ def test_matrices_stay_and_bits_are_the_same(tmp_path, name, dtype):
     assert {kind for _, kind in dtypes(as_asked)} == {dtype} and {kind for _, kind in dtypes(wide)} == {"float32"}
 
 
-@pytest.mark.parametrize("options", [{"exact": True}, {"temperature": 0.8, "seed": 3}])
-def test_rounds_are_the_same(tmp_path, options):
+def test_rounds_are_the_same(tmp_path):
     """A DSpark drafter: its draft, its confidence, and what its target makes of them."""
     targets = stored(tmp_path, FIELD / "qwen3_a", "bfloat16")
     drafters = stored(tmp_path, FIELD / "dspark_gated_qwen3_a", "bfloat16")
-    results = [
-        FailFast(*pair).generate([[7, 3, 90, 11]], method="dspark", max_new_tokens=40, ignore_eos=True, **options)[0]
-        for pair in zip(targets, drafters)
-    ]
+    options = {"method": "dspark", "max_new_tokens": 40, "ignore_eos": True, "exact": True}
+    results = [FailFast(*pair).generate([[7, 3, 90, 11]], **options)[0] for pair in zip(targets, drafters)]
     assert results[0].output_ids == results[1].output_ids and len(results[0].rounds) > 3
     for narrow, wide in zip(*(result.rounds for result in results)):
         assert (narrow.drafted, narrow.accepted) == (wide.drafted, wide.accepted)
         np.testing.assert_array_equal(narrow.confidence, wide.confidence)
 
 
-@pytest.mark.parametrize(
-    "target, drafter",
-    [("field/qwen3_a", "field/eagle3_qwen3_a"), ("qwen2_target_211", "fast_dllm_v2_tied")],
-    ids=["eagle3", "diffusion"],
-)
-def test_other_drafters_answer_without_loss(tmp_path, target, drafter):
-    narrow, wide = stored(tmp_path, GOLDEN / target, "bfloat16")
-    engine = FailFast(narrow, stored(tmp_path, GOLDEN / drafter, "bfloat16")[0])
+def test_an_eagle_drafter_answers_without_loss(tmp_path):
+    narrow, wide = stored(tmp_path, FIELD / "qwen3_a", "bfloat16")
+    engine = FailFast(narrow, stored(tmp_path, FIELD / "eagle3_qwen3_a", "bfloat16")[0])
     assert (2, "bfloat16") in dtypes(engine.drafter)
     options = {"max_new_tokens": 32, "ignore_eos": True}
     [expected] = FailFast(wide).generate([[5, 3, 90, 11]], method="vanilla", **options)
-    [got] = engine.generate([[5, 3, 90, 11]], method=engine.drafter.method, **options)
-    assert got.output_ids == expected.output_ids
+    [answer] = engine.generate([[5, 3, 90, 11]], method="eagle3", **options)
+    assert answer.output_ids == expected.output_ids
 
 
 def test_converted_folders_and_integers(tmp_path):

@@ -261,7 +261,8 @@ def gguf_value(value: Any) -> tuple[int, bytes]:
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
     if isinstance(value, float):
-        return 6, struct.pack("<f", np.float32(value))
+        with np.errstate(over="ignore"):
+            return 6, struct.pack("<f", np.float32(value))
     kind, code = (4, "I") if 0 <= value < 2**32 else (11, "q") if value < 0 else (10, "Q")
     return kind, struct.pack("<" + code, value)
 

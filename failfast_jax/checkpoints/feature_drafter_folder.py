@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,8 +37,7 @@ BORROWED = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
 """Parameters that may be the target's, and the tensors of a drafter's own."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenedDrafter:
+class OpenedDrafter(NamedTuple):
     """A drafter whose configuration and headers have been read, and whose weights have not.
 
     Attributes:
@@ -53,21 +52,18 @@ class OpenedDrafter:
     shapes: dict[str, tuple[int, ...]]
     plan: ReadPlan
 
-    def network(self, dtype: DTypeLike) -> Any:
-        """Reads the network onto the default device."""
-        shapes = self.skeleton.shapes
-        return self.skeleton.filled(
-            {name: jax.device_put(self.plan.read(name, shape, np.dtype(dtype))) for name, shape in shapes.items()}
-        )
+    def read(self, name: str, dtype: DTypeLike) -> np.ndarray:
+        """Reads a parameter."""
+        return self.plan.read(name, self.shapes[name], np.dtype(dtype))
 
-    def stored(self, name: str, weight: jax.Array, dtype: DTypeLike) -> jax.Array | None:
+    def differing(self, name: str, weight: jax.Array, dtype: DTypeLike) -> jax.Array | None:
         """Reads the stored embedding or head; None where it is absent or equals the target's `weight`.
 
         A copy in 16 bits of a weight in 32 counts as equal.
         """
         if name not in self.shapes:
             return None
-        value = self.plan.read(name, self.shapes[name], np.dtype(dtype))
+        value = self.read(name, dtype)
         [(_, tensor)] = self.plan.sources[name]
         rounded = tensor.dtype.itemsize < 4 and equal(value, weight.astype(tensor.dtype).astype(value.dtype))
         return None if rounded or equal(value, weight) else jax.device_put(value)
@@ -160,14 +156,16 @@ class DrafterLayout:
           ConfigError: a configuration that cannot be served, or a drafter of another target.
         """
         opened = self.open(folder, target.config, target_name, rope_theta, target.dtype, raw)
-        ids = opened.draft_ids
+        ids, dtype = opened.draft_ids, target.dtype
         weights = {"embed": target.embed[...]}
         if "head" in self.borrowed:
             weights["head"] = target.head_weight if ids is None else whole(target.head_weight)[ids]
-        stored = {name: opened.stored(name, weight, target.dtype) for name, weight in weights.items()}
+        stored = {name: opened.differing(name, weight, dtype) for name, weight in weights.items()}
         shared = tuple(name for name, value in stored.items() if value is None)
         weights |= {name: value for name, value in stored.items() if value is not None}
-        return self.bound(opened.network(target.dtype), weights, None if ids is None else jax.device_put(ids), shared)
+        skeleton = opened.skeleton
+        network = skeleton.filled({name: jax.device_put(opened.read(name, dtype)) for name in skeleton.shapes})
+        return self.bound(network, weights, None if ids is None else jax.device_put(ids), shared)
 
 
 def draft_ids(tensors: Mapping[str, StoredTensor], count: int, vocab: int, folder: Path) -> np.ndarray:

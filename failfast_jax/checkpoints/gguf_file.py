@@ -30,6 +30,17 @@ from failfast_jax.util import values
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+}
+_DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048}
+
 LARGEST_RANK, LONGEST_ARRAY, LONGEST_HEADER = 4, 2**24, 10**8
 """Axes of a tensor, as in llama.cpp; entries of a list, more than any vocabulary has; bytes."""
 POSITIVE = {"least": values.SMALLEST_FLOAT, "most": values.LARGEST_FLOAT}
@@ -193,43 +204,33 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: architecture {quoted(architecture)} is not supported (supported: {', '.join(ARCHITECTURES)})"
         )
 
-    def size(key: str, field: str, **options: Any) -> int:
-        key = f"{architecture}.{key}"
-        if isinstance(file.metadata.get(key), list):
-            raise CheckpointError(f"{file.path}: {key} varies by layer, which is not supported")
-        return file.number(key, most=LARGEST[field], **options)
+    def number(key: str, *args: Any, **options: Any) -> Any:
+        return file.number(f"{architecture}.{key}", *args, **options)
 
-    heads, hidden = size("attention.head_count", "num_attention_heads"), size("embedding_length", "hidden_size")
-    kv_heads = size("attention.head_count_kv", "num_key_value_heads", default=heads)
-    head_dim = size("attention.key_length", "head_dim", default=hidden // heads)
-    rotary = size("rope.dimension_count", "head_dim", default=head_dim)
-    value_dim = size("attention.value_length", "head_dim", default=head_dim)
-    if rotary != head_dim or value_dim != head_dim:
-        raise CheckpointError(
-            f"{file.path}: key, value and rotary sizes must be equal (key_length {head_dim}, value_length {value_dim}, "
-            f"rope.dimension_count {rotary})"
-        )
+    sizes = {
+        field: number(key, most=LARGEST[field], default=_DEFAULTS.get(field, values.REQUIRED))
+        for field, key in _SIZES.items()
+    }
+    heads = sizes["num_attention_heads"]
+    head_dim = sizes["head_dim"] or sizes["hidden_size"] // heads
+    sizes |= {"head_dim": head_dim, "num_key_value_heads": sizes["num_key_value_heads"] or heads}
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if (other := number(key, default=head_dim)) != head_dim:
+            raise CheckpointError(
+                f"{file.path}: key, value and rotary sizes must be equal (key_length {head_dim}, {key} {other})"
+            )
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: missing tensors: token_embd.weight")
-    context = size("context_length", "max_position_embeddings", default=2048)
     config_keys.check_gguf(file.metadata, architecture, str(file.path))
-    epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
-    return {
+    return sizes | {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         # The metadata's own vocab_size is optional, and the embedding decides anyway.
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": size("feed_forward_length", "intermediate_size"),
-        "num_hidden_layers": size("block_count", "num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _float32(file.number(epsilon, float, **POSITIVE)),
-        "rope_theta": _float32(file.number(f"{architecture}.rope.freq_base", float, default=10_000.0, **POSITIVE)),
-        "rope_scaling": _rope_scaling(file, architecture, context),
-        "max_position_embeddings": context,
+        "rms_norm_eps": _float32(number("attention.layer_norm_rms_epsilon", float, **POSITIVE)),
+        "rope_theta": _float32(number("rope.freq_base", float, default=10_000.0, **POSITIVE)),
+        "rope_scaling": _rope_scaling(file, architecture, sizes["max_position_embeddings"]),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,

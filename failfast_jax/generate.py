@@ -24,7 +24,7 @@ from failfast_jax.request_flags import (
 from failfast_jax.results import Result, fate
 from failfast_jax.template_rendering import LONGEST_TEXT
 from failfast_jax.util import command_line, processes, progress
-from failfast_jax.util.files import check_writable, describe_os_error, read_stream, read_text, user_path
+from failfast_jax.util.files import describe_os_error, read_stream, read_text, user_path
 
 ANSWER = 256
 """Tokens of an answer whose length is not asked for."""
@@ -124,7 +124,6 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
             raise OptionError(f"--trace {path}: must end in {', '.join(TRACES)}, or be - for the terminal")
         if not path.resolve().parent.is_dir():
             raise OptionError(f"--trace {path}: no such folder")
-        check_writable(path)
     return config
 
 

@@ -20,7 +20,7 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.policy import cost_book
 from failfast_jax.train import feature_cache
 from failfast_jax.util import compile_cache, files
-from failfast_jax.util.files import check_writable, claim, sole_writer, write_atomically
+from failfast_jax.util.files import claim, sole_writer, write_atomically
 from failfast_jax.util.records import Journal, append_lines, read_lines
 
 TARGET = GOLDEN / "llama_tied"
@@ -80,17 +80,6 @@ def test_a_line_is_added_whole_though_the_system_takes_it_in_parts(tmp_path, mon
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     append_lines(tmp_path / "log.jsonl", [{"text": "a long line"}, {"n": 2}])
     assert read_lines(tmp_path / "log.jsonl") == ([{"text": "a long line"}, {"n": 2}], False)
-
-
-def test_what_cannot_be_written_is_known_before(tmp_path):
-    (tmp_path / "there").write_text("kept")
-    for name in ("there", "new"):
-        check_writable(tmp_path / name)
-    assert os.listdir(tmp_path) == ["there"] and (tmp_path / "there").read_text() == "kept"
-    for path, message in ((tmp_path, "Is a directory"), (tmp_path / "there" / "page.html", "Not a directory")):
-        with pytest.raises(OSError, match=message) as raised:
-            check_writable(path)
-        assert raised.value.filename == str(path)
 
 
 def test_writers_of_one_file_take_turns(tmp_path):

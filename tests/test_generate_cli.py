@@ -141,7 +141,6 @@ BAD = {
     "--target /nowhere/model --method lookup --token-ids 1": "/nowhere/model: no such file",
     f"{T} --prompt-file /nowhere/prompt": "--prompt-file /nowhere/prompt: No such",
     f"{LOOKUP} {IDS} --trace /nowhere/rounds.html": "--trace /nowhere/rounds.html: no such folder",
-    f"{LOOKUP} {IDS} --trace /proc/rounds.html": "/proc/rounds.html: No such file",
 }
 
 

@@ -155,36 +155,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
       OSError: the file cannot be written; the error names `path`, whose earlier content stays.
     """
-    with _part_file(path) as (descriptor, part):
-        os.ftruncate(descriptor, 0)
-        write_all(descriptor, content.encode() if isinstance(content, str) else content)
-        os.replace(part, path)
-
-
-def check_writable(path: Path) -> None:
-    """Checks before the work that `write_atomically(path)` can begin. An earlier file stays.
-
-    Raises:
-      OSError: it cannot begin; the error names `path`.
-    """
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with _part_file(path) as (_, part):
-        part.unlink()
-
-
-def _part_of(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
-
-
-@contextlib.contextmanager
-def _part_file(path: Path) -> Iterator[tuple[int, Path]]:
-    """Opens `path`.part for this process alone, which renames or removes it; an error removes it, and names `path`."""
     part = _part_of(path)
     with naming(path):
         descriptor = _open_locked(part)
         try:
-            yield descriptor, part
+            os.ftruncate(descriptor, 0)
+            write_all(descriptor, content.encode() if isinstance(content, str) else content)
+            os.replace(part, path)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -192,7 +169,12 @@ def _part_file(path: Path) -> Iterator[tuple[int, Path]]:
             os.close(descriptor)
 
 
+def _part_of(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
 def _open_locked(part: Path) -> int:
+    """Opens a part file for this process alone, which renames or removes it before it releases the lock."""
     while True:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT, 0o666)
         _lock(descriptor, fcntl.LOCK_EX)

@@ -95,7 +95,6 @@ CASES = {
     "specdiff": Case(pair, {"method": "specdiff"}),
     "ar": Case(lambda: (target(), target()), {"method": "ar", "dynamic": True}),
     "dspark": Case(reader(fond_dspark, "dspark", rows=7), {"method": "dspark"}),
-    "dspark, long prompts": Case(reader(fond_dspark, "dspark", rows=7), {"method": "dspark"}, LONG),
     "dspark, sliding window": Case(
         reader(random_dspark, rows=7, sliding_windows=(6,), sliding_is_causal=True), {"method": "dspark"}
     ),
@@ -114,12 +113,8 @@ CASES = {
     "bfloat16": Case(lambda: (target(dtype="bfloat16"),), LOOKUP),
     # Windows that fill no hardware tile, or more than a kernel takes at once.
     "blocks of 4": Case(lambda: (sdar(),), WRITES),
-    "blocks of 4, long prompts": Case(lambda: (sdar(),), {**WRITES, "max_new_tokens": 8}, LONG),
     "blocks of 4 draft": Case(lambda: (target(), sdar()), PAPER),
-    "blocks of 4, specdiff": Case(lambda: (target(), sdar()), {"method": "specdiff"}),
-    "blocks of 4, spiffy": Case(lambda: (sdar(),), {**WRITES, "spiffy": 0}),
     "blocks of 10": Case(lambda: (target(), diffusion(10)), PAPER),
-    "blocks of 10, exact": Case(lambda: (target(), diffusion(10)), {**PAPER, "exact": True}),
     "blocks of 12, long prompts": Case(lambda: (target(), diffusion(12)), PAPER, LONG),
     "blocks of 136": Case(lambda: (diffusion(136, fond=1.0),), WRITES),
     "small blocks of 4": Case(
@@ -128,7 +123,6 @@ CASES = {
     "drafts of 200": Case(
         lambda: (target(),), {**LOOKUP, "max_spec_len": 200, "max_new_tokens": 300}, ([*range(2, 38)] * 5, PROMPTS[1])
     ),
-    "drafts of 150, exact": Case(lambda: (target(),), {**LOOKUP, "max_spec_len": 150, "exact": True}),
 }
 
 

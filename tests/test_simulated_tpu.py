@@ -17,8 +17,7 @@ from tiers import tiers
 from failfast_jax import FailFast
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 
-QUICK = ("lookup", "wide, long prompts", "dflash", "eagle, tree", "dllm, block cache", "exact lookup", "bfloat16")
-QUICK += ("blocks of 10", "small blocks of 4")
+QUICK = ("wide, long prompts", "dflash", "eagle, tree", "dllm, block cache", "bfloat16", "blocks of 10")
 EXHAUSTIVE = ("blocks of 12, long prompts",)
 TWO_DEVICES = ("lookup", "wide", "dspark", "dllm, block cache")
 

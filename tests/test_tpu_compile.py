@@ -137,17 +137,6 @@ def test_the_report_says_what_does_not_fit():
 
 
 @pytest.mark.long(rare=True)
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v6e:1x1"])
-def test_a_replay_over_all_chips(topology):
-    found = compiled(topology, "replay")
-    assert len(found) == 9
-    for name, report in found.items():
-        assert report["kernels"] and report["host_transfers"] == [], name
-        # What a program returns lies as what it takes: the next one is not compiled anew.
-        assert report["caches_stay"] and report["aliased_bytes"] >= report["cache_bytes"], name
-
-
-@pytest.mark.long(rare=True)
 @pytest.mark.parametrize(
     ("topology", "rows", "gigabytes"),
     [("v6e:2x4", 4, 32), ("v5e:2x4", 2, 16)],

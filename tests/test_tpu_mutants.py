@@ -18,29 +18,16 @@ MUTANTS = {
     "tpu_attention.py": {
         "causal edge, one early": ("seen = positions <= last", "seen = positions < last"),
         "causal edge, one late": ("seen = positions <= last", "seen = positions <= last + 1"),
-        "no mask": ("scores = jnp.where(seen, scores, HIDDEN)", "scores = jnp.where(seen | True, scores, HIDDEN)"),
         "block-causal edge": ("seen = window.last(width)[", "seen = window.replace(block_size=1).last(width)["),
         "sums not rescaled": ("acc_ref[head] * decay + part", "acc_ref[head] + part"),
-        "total not rescaled": ("total_ref[head, :, :1] * decay", "total_ref[head, :, :1]"),
         "maximum of one tile": ("jnp.maximum(before, jnp.max(", "jnp.maximum(HIDDEN, jnp.max("),
-        "scores not scaled": ("cos, sin) * size**-0.5", "cos, sin)"),
         "query heads in another order": (
             "at = (head * (group + 2) + member)",
             "at = (head * (group + 2) + group - 1 - member)",
         ),
-        "outputs in another order": ("(head * group + member) * size", "(head * group + group - 1 - member) * size"),
         "another KV head": ("v_ref[0, head],", "v_ref[0, 0],"),
-        "another KV head's keys": ("k_ref[0, head],", "k_ref[0, heads - 1 - head],"),
         "first tile again": ("jnp.minimum(step, last_tile[row])", "jnp.minimum(0, last_tile[row])"),
         "last tile left out": ("@pl.when(step <= last_tile[row])", "@pl.when((step < last_tile[row]) | (step == 0))"),
-        "tiles at other positions": (
-            "step * tile + jax.lax.broadcasted_iota",
-            "step * (tile - 1) + jax.lax.broadcasted_iota",
-        ),
-        "first sequence's tiles": (
-            "// tile\n    seen = jnp.tile",
-            "// tile\n    last_tile = last_tile[0] + 0 * last_tile\n    seen = jnp.tile",
-        ),
         "first sequence's mask": (
             "*seen.shape[1:]), lambda row, part, step, *_: (row, 0, 0)",
             "*seen.shape[1:]), lambda row, part, step, *_: (0, 0, 0)",
@@ -66,18 +53,11 @@ MUTANTS = {
             "heads, pl.ds(pl.multiple_of(jnp.maximum(position - 16, 0), 16), PACKING)]",
         ),
         "one semaphore": ("self.sems.at[index]", "self.sems.at[0]"),
-        "last rows not written": ("(at < self.width)", "(at < self.width - 8)"),
         "last row not written": ("(at < self.width)", "(at < self.width - 1)"),
-        "rows before the window": ("inside = (at >= 0) & (at < self", "inside = (at >= -1) & (at < self"),
         "second tile lost": ("(at < self.width)", "(at < self.width) & (self.step == 0)"),
-        "last piece lost": ("range(self.span // PACKING)", "range(self.span // PACKING - 1)"),
         "values off": (
             "_moved(moves, rows, self.tiles[0].dtype)",
             "_moved(moves, rows + 0.01 * (stretch is self.stretches[1]), self.tiles[0].dtype)",
-        ),
-        "keys off": (
-            "_moved(moves, rows, self.tiles[0].dtype)",
-            "_moved(moves, rows * (1 + 0.01 * (stretch is self.stretches[0])), self.tiles[0].dtype)",
         ),
         "first sequence's row": ("cache.at[self.row, heads,", "cache.at[0, heads,"),
         "first heads": ("pl.ds(self.part * self.heads, self.heads)", "pl.ds(0, self.heads)"),
@@ -85,7 +65,6 @@ MUTANTS = {
             "for ref, stretch, copy in zip(self.tiles, self.stretches, copies):",
             "for ref, stretch, copy in list(zip(self.tiles, self.stretches, copies))[:1]:",
         ),
-        "begins with the first": ("start[self.row], width", "start[0], width"),
         "keys not rotated": ("rotated(k, *tables) if tables else k", "k"),
         "the end of the cache": (
             "jnp.minimum(jax.lax.div(start, PACKING) * PACKING, capacity - span)",
@@ -93,30 +72,15 @@ MUTANTS = {
         ),
         "windows: one semaphore": ("part, sems.at[index])", "part, sems.at[0])"),
         "windows: last row": ("at < offset + width)", "at < offset + width - 1)"),
-        "windows: first row": ("(at >= offset)", "(at > offset)"),
-        "windows: another sequence": (
-            "writes.append(pltpu.make_async_copy(part, cache.at[row,",
-            "writes.append(pltpu.make_async_copy(part, cache.at[0,",
-        ),
         "windows: not waited for": ("        write.wait()\n", "        pass\n"),
         "windows: rows around lost": ("jnp.where(inside, rows, part[head].astype(jnp.float32))", "rows"),
-        "windows: values of the first head": (
-            "_moved(moves, new[head][index], part.dtype)",
-            "_moved(moves, new[head * (1 - index)][index], part.dtype)",
-        ),
     },
     "tpu_prompt.py": {
         "prompts: causal edge": ("return positions <= last", "return positions < last"),
         "prompts: tiles": (">= tiles * block", "> tiles * block"),
-        "prompts: first tile again": ("data_next=jnp.where(seen, tiles, 0)", "data_next=0 * jnp.where(seen, tiles, 0)"),
-        "prompts: not scaled": (" * (head_dim**-0.5)", ""),
         "prompts: block-causal edge": ("window.last(width)", "window.replace(block_size=1).last(width)"),
         "prompts: until": ("window.last(width)", "window.replace(until=None).last(width)"),
         "prompts: heads": ("out.transpose(0, 3, 1, 2, 4)", "out.transpose(0, 3, 2, 1, 4)"),
-        "prompts: first sequence": (
-            "window.last(width)",
-            "window.replace(start=0 * window.start + window.start[0]).last(width)",
-        ),
     },
 }
 """By file and name: a piece of text, and what replaces it."""

@@ -291,65 +291,11 @@ def report(device, method: str) -> dict:
     }
 
 
-def replayed(topology_name: str, *wanted: str) -> None:
-    """Programs of `bench replay` for a pair of the public ones' widths, and two layers, over all chips of a slice.
-
-    Args:
-      wanted: which, such as `verify 64`; none: all of them.
-    """
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
-    from failfast_jax.models.sharding import mesh_of
-    from failfast_jax.public_data import model_shapes
-    from failfast_jax.util.hardware import compiler_options
-    from tpu_scripts import hlo
-    from tpu_scripts.tpu_compiler import devices_of
-
-    names = {"qwen2.5-7b": "target", "fast-dllm-v2-1.5b": "drafter"}
-    for public, name in names.items():
-        model_shapes.CONFIGS[name] = dataclasses.replace(model_shapes.CONFIGS[public], num_layers=2)
-    devices = devices_of(topology_name)
-    mesh = mesh_of(devices) if len(devices) > 1 else None
-    sizes = {"seed": 0, "repeats": 1, "tensor_parallel": len(devices)}
-    options = ReplayOptions("drafter", ("MATH",), 12, 1024, "bfloat16", "tpu", "tpu", **sizes)
-    pair = ReplayedPair("target", options, mesh)
-    place = jax.sharding.SingleDeviceSharding(devices[0]) if mesh is None else NamedSharding(mesh, P())
-
-    def placed(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or place)
-
-    models, caches, start = pair.shapes(pair.models)
-    models, caches = jax.tree.map(placed, (models, caches))
-    start = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), start)
-    reports = {}
-    for key, (program, last) in pair.programs.items():
-        if wanted and key not in wanted:
-            continue
-        last = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), last)
-        lowered = program.lower(models, caches, start, last)
-        compiled = lowered.compile(compiler_options=compiler_options(devices[0]))
-        kept, memory = jax.tree.leaves(caches), compiled.memory_analysis()
-        reports[key] = {
-            "host_transfers": hlo.host_transfers(compiled.as_text()),
-            "kernels": "tpu_custom_call" in compiled.as_text(),
-            "cache_bytes": sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in kept),
-            "aliased_bytes": int(memory.alias_size_in_bytes),
-            # What a program returns lies as what it takes, or the next would be compiled anew.
-            "caches_stay": [leaf.sharding for leaf in kept] == jax.tree.leaves(compiled.output_shardings[0]),
-        }
-    print(json.dumps(reports))
-
-
 def main(topology_name: str, *methods: str) -> None:
     from tpu_scripts.tpu_compiler import devices_of
 
     if methods == ("kernels",):
         return kernels(topology_name)
-    if methods[0] == "replay":
-        return replayed(topology_name, *methods[1:])
     device = devices_of(topology_name)[0]
     print(json.dumps({method: report(device, method) for method in methods}))
 

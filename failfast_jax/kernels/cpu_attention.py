@@ -92,7 +92,8 @@ def column_lanes(head_dim: int) -> int:
 def _attention_module(dtype: str, head_dim: int) -> ir.Module:
     module = ir.Module(f"{llvm_emitter.TARGETS}_attention_{dtype}_{head_dim}")
     scores = {rows: _scores(module, rows, dtype, head_dim) for rows in TILE}
-    mixes = {rows: _mix(module, rows, dtype, head_dim) for rows in TILE}
+    strides = (CHUNK, head_dim, head_dim)
+    mixes = {rows: times(module, f"mix_{rows}", rows, strides, dtype=dtype, prefetch=True) for rows in TILE}
     chunk = _chunk(module, scores, mixes, head_dim)
     llvm_emitter.handler(module, functools.partial(_attention, chunk=chunk, dtype=dtype, head_dim=head_dim))
     return module
@@ -133,11 +134,8 @@ def _chunk(
 ) -> ir.Function:
     """`chunk(q, k, v, first, last, sums, rows, place, slots)`: of each row over the chunk's slots, the sum of values by
     weight, then of all rows the highest score and the sum of weights."""
-    arguments = [POINTER] * 6 + [LONG] * 3
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "chunk")
-    function.linkage = "internal"
+    function, emitter = llvm_emitter.internal_function(module, "chunk", [POINTER] * 6 + [LONG] * 3, inline=True)
     q, k, v, first, last, sums, rows, place, slots = function.args
-    emitter = Emitter(function.append_basic_block())
     weights = emitter.alloca(FLOAT, constant(ROWS_AT_ONCE * CHUNK))
     weights.align = 64
     highest = emitter.element(sums, emitter.mul(rows, constant(head_dim)))
@@ -177,11 +175,8 @@ def _chunk(
 def _scores(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function:
     """`scores(q, k, weights, slots)`: for `rows` rows of queries, the products with the keys of all slots."""
     lanes, element = column_lanes(head_dim), ELEMENTS[dtype]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, LONG]), f"scores_{rows}")
-    function.linkage = "internal"
-    function.attributes.add("noinline")
+    function, emitter = llvm_emitter.internal_function(module, f"scores_{rows}", [POINTER, POINTER, POINTER, LONG])
     q, k, weights, slots = function.args
-    emitter = Emitter(function.append_basic_block())
 
     def some_slots(slot, _):
         begin = emitter.mul(slot, constant(head_dim))
@@ -247,32 +242,45 @@ def softened(emitter: Emitter, scores, bounds: list, place, slots, least=None) -
     return highest, emitter.lane(emitter.sums([total])[0], 0)
 
 
-def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function:
-    """`mix(weights, v, sums, slots)`: for `rows` rows of weights, the weighted sums of the values of all slots."""
-    lanes, registers = column_lanes(head_dim), llvm_emitter.vector_unit().registers
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, LONG]), f"mix_{rows}")
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    weights, v, sums, slots = function.args
-    emitter = Emitter(function.append_basic_block())
-    wide = registers // 8 * lanes
-    for begin in range(0, head_dim, wide):
-        columns = range(begin, min(begin + wide, head_dim), lanes)
+def times(
+    module: ir.Module,
+    name: str,
+    rows: int,
+    strides: tuple[int, int, int],
+    *,
+    adds: bool = False,
+    dtype: str = "float32",
+    prefetch: bool = False,
+) -> ir.Function:
+    """`times(x, y, z, terms)`: `rows` rows of x times y is z, or is added to it; summed over the `terms` rows of y.
 
-        def step(slot, carried, columns=columns):
-            at = emitter.mul(slot, constant(head_dim))
-            places = [emitter.element(v, emitter.add(at, constant(column)), ELEMENTS[dtype]) for column in columns]
-            values = [emitter.floats(place, lanes, dtype) for place in places]
-            emitter.ask_ahead(places[0], len(columns) * lanes * llvm_emitter.BYTES[dtype])
-            numbers = [emitter.element(weights, emitter.add(slot, constant(row * CHUNK))) for row in range(rows)]
+    Args:
+      strides: numbers from row to row of x, y and z; y has no others.
+      dtype: of y; x and z are float32.
+      prefetch: y is read from memory, once.
+    """
+    columns = strides[1]
+    lanes = column_lanes(columns)
+    wide = llvm_emitter.vector_unit().registers // 8 * lanes
+    function, emitter = llvm_emitter.internal_function(module, name, [POINTER, POINTER, POINTER, LONG])
+    x, y, z, terms = function.args
+    for begin in range(0, columns, wide):
+        some = range(begin, min(begin + wide, columns), lanes)
+        places = [emitter.element(z, constant(row * strides[2] + column)) for row in range(rows) for column in some]
+
+        def step(term, carried, some=some):
+            at = emitter.mul(term, constant(strides[1]))
+            here = [emitter.element(y, emitter.add(at, constant(column)), ELEMENTS[dtype]) for column in some]
+            vectors = [emitter.floats(place, lanes, dtype) for place in here]
+            if prefetch:
+                emitter.ask_ahead(here[0], len(some) * lanes * llvm_emitter.BYTES[dtype])
+            numbers = [emitter.element(x, emitter.add(term, constant(row * strides[0]))) for row in range(rows)]
             numbers = [emitter.repeated(emitter.load(place, typ=FLOAT), lanes) for place in numbers]
-            pairs = ((number, value) for number in numbers for value in values)
+            pairs = ((number, vector) for number in numbers for vector in vectors)
             return [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, carried)]
 
-        zeros = [llvm_emitter.vector([0.0] * lanes)] * (rows * len(columns))
-        for index, total in enumerate(emitter.loop(slots, 1, step, zeros)):
-            row, column = divmod(index, len(columns))
-            place = emitter.element(sums, constant(row * head_dim + columns[column]))
+        before = [emitter.floats(place, lanes) if adds else llvm_emitter.vector([0.0] * lanes) for place in places]
+        for place, total in zip(places, emitter.loop(terms, 1, step, before)):
             emitter.store(total, place, align=4)
     emitter.ret_void()
     return function

@@ -16,7 +16,7 @@ from llvmlite import ir
 from failfast_jax.axes import Queries
 from failfast_jax.kernels import cpu_product, llvm_emitter, thread_pool
 from failfast_jax.kernels.attention_window import SLIDING, TEXT, AttentionCase, LayerCache, Window
-from failfast_jax.kernels.cpu_attention import STEP, TILE, check_arrays, softened
+from failfast_jax.kernels.cpu_attention import STEP, TILE, check_arrays, softened, times
 from failfast_jax.kernels.cpu_product import MAX_WIDTH
 from failfast_jax.kernels.llvm_emitter import FLOAT, INT, LONG, POINTER, Call, Emitter, constant
 from failfast_jax.kernels.plain_attention import HIDDEN
@@ -80,8 +80,8 @@ def _attend_module(head_dim: int) -> ir.Module:
     panel = _panel()
     # Scores go over transposed keys, a panel of slots at a time; mixes over values as they lie, added to what is there.
     of_keys, of_values = (head_dim, panel, CHUNK), (CHUNK, head_dim, head_dim)
-    scores = {rows: _times(module, f"scores_{rows}", rows, panel, of_keys, adds=False) for rows in TILE}
-    mixes = {rows: _times(module, f"mix_{rows}", rows, head_dim, of_values, adds=True) for rows in TILE}
+    scores = {rows: times(module, f"scores_{rows}", rows, of_keys) for rows in TILE}
+    mixes = {rows: times(module, f"mix_{rows}", rows, of_values, adds=True) for rows in TILE}
     chunk = _chunk(module, _transpose(module, head_dim), scores, mixes, head_dim)
     llvm_emitter.handler(module, functools.partial(_attend, chunk=chunk, head_dim=head_dim))
     return module
@@ -199,11 +199,8 @@ def _chunk(
 ) -> ir.Function:
     """`chunk(queries, sums, highest, totals, turned, weights, k, v, first, last, group, positions, place, slots)`: goes
     on with the sums of all rows over a chunk."""
-    kind = ir.FunctionType(ir.VoidType(), [POINTER] * 10 + [LONG] * 4)
-    function = ir.Function(module, kind, "chunk")
-    function.linkage = "internal"
+    function, emitter = llvm_emitter.internal_function(module, "chunk", [POINTER] * 10 + [LONG] * 4, inline=True)
     queries, sums, highest, totals, turned, weights, k, v, first, last, group, positions, place, slots = function.args
-    emitter = Emitter(function.append_basic_block())
     emitter.call(transpose, [k, turned, slots])
     size, stride, panel = constant(head_dim), constant(CHUNK), _panel()
 
@@ -264,11 +261,8 @@ def _chunk(
 def _transpose(module: ir.Module, head_dim: int) -> ir.Function:
     """`transpose(k, turned, slots)`: keys `[slots, H]` as panels of slots, each `[H, panel]`."""
     lanes, panel = llvm_emitter.vector_unit().lanes, _panel()
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, LONG]), "transpose")
-    function.linkage = "internal"
-    function.attributes.add("noinline")
+    function, emitter = llvm_emitter.internal_function(module, "transpose", [POINTER, POINTER, LONG])
     k, turned, slots = function.args
-    emitter = Emitter(function.append_basic_block())
 
     def some_slots(slot, _):
         inside = emitter.srem(slot, constant(panel))
@@ -284,39 +278,5 @@ def _transpose(module: ir.Module, head_dim: int) -> ir.Function:
         emitter.loop(constant(head_dim), lanes, some_columns)
 
     emitter.loop(slots, lanes, some_slots)
-    emitter.ret_void()
-    return function
-
-
-def _times(
-    module: ir.Module, name: str, rows: int, columns: int, strides: tuple[int, int, int], *, adds: bool
-) -> ir.Function:
-    """`times(x, y, z, terms)`: `rows` rows of x times y is z, or is added to it.
-
-    Args:
-      columns: of y and z.
-      strides: numbers from row to row of x, y and z.
-    """
-    lanes = llvm_emitter.vector_unit().lanes
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, LONG]), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    x, y, z, terms = function.args
-    emitter = Emitter(function.append_basic_block())
-    for begin in range(0, columns, _panel()):
-        some = range(begin, min(begin + _panel(), columns), lanes)
-        places = [emitter.element(z, constant(row * strides[2] + column)) for row in range(rows) for column in some]
-
-        def step(term, carried, some=some):
-            at = emitter.mul(term, constant(strides[1]))
-            vectors = [emitter.floats(emitter.element(y, emitter.add(at, constant(column))), lanes) for column in some]
-            numbers = [emitter.element(x, emitter.add(term, constant(row * strides[0]))) for row in range(rows)]
-            numbers = [emitter.repeated(emitter.load(place, typ=FLOAT), lanes) for place in numbers]
-            pairs = ((number, vector) for number in numbers for vector in vectors)
-            return [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, carried)]
-
-        before = [emitter.floats(place, lanes) if adds else llvm_emitter.vector([0.0] * lanes) for place in places]
-        for place, total in zip(places, emitter.loop(terms, 1, step, before)):
-            emitter.store(total, place, align=4)
     emitter.ret_void()
     return function

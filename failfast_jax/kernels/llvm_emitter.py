@@ -232,6 +232,17 @@ class Emitter(ir.IRBuilder):
         return self.shuffle_vector(vector_, vector_, vector(range(begin, begin + count), INT))
 
 
+def internal_function(
+    module: ir.Module, name: str, arguments: Sequence[ir.Type], *, inline: bool = False
+) -> tuple[ir.Function, Emitter]:
+    """A function without a result that other functions of a module call, and the emitter of its body."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), list(arguments)), name)
+    function.linkage = "internal"
+    if not inline:
+        function.attributes.add("noinline")
+    return function, Emitter(function.append_basic_block())
+
+
 # Byte offsets in the structures of XLA's `ffi/api/c_api.h`, and the version of that interface whose layout this is.
 FFI_MAJOR = 0
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112

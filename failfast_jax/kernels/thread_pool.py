@@ -7,6 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from failfast_jax.kernels import llvm_emitter
 from failfast_jax.kernels.llvm_emitter import API_SCHEDULE, BYTE, INT, LONG, POINTER, Call, Emitter, constant
 
 JOB_NEXT, JOB_DONE, JOB_HOLDERS, JOB_COUNT, JOB_VALUES = 0, 8, 16, 24, 32
@@ -57,9 +58,8 @@ def share_out(call: Call, count, values: Sequence, work: Callable[[Emitter, Any,
 
 def _pieces(module: ir.Module, values: Sequence, work: Callable) -> ir.Function:
     """`pieces(job)`: takes the next piece of work until none is left."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "pieces")
-    function.linkage = "internal"
-    emitter, (job,) = Emitter(function.append_basic_block()), function.args
+    function, emitter = llvm_emitter.internal_function(module, "pieces", [POINTER], inline=True)
+    (job,) = function.args
     values = [emitter.field(job, JOB_VALUES + 8 * index, value.type) for index, value in enumerate(values)]
     count = emitter.field(job, JOB_COUNT, LONG)
     take, inside, after = (emitter.append_basic_block() for _ in range(3))
@@ -78,16 +78,14 @@ def _pieces(module: ir.Module, values: Sequence, work: Callable) -> ir.Function:
 
 def _helper(module: ir.Module) -> tuple[ir.Function, ir.Function]:
     """`helper(job)`, which another thread runs, and `leave(job)`."""
-    kind = ir.FunctionType(ir.VoidType(), [POINTER])
-    leave, helper = (ir.Function(module, kind, name) for name in ("leave", "helper"))
-    leave.linkage = helper.linkage = "internal"
-    emitter, (job,) = Emitter(leave.append_basic_block()), leave.args
+    leave, emitter = llvm_emitter.internal_function(module, "leave", [POINTER], inline=True)
+    (job,) = leave.args
     holders = emitter.element(job, constant(JOB_HOLDERS), BYTE)
     last = emitter.icmp_signed("==", emitter.atomic_rmw("sub", holders, constant(1), "acq_rel"), constant(1))
     with emitter.if_then(last):
         emitter.c_function("free", ir.VoidType(), job)
     emitter.ret_void()
-    emitter = Emitter(helper.append_basic_block())
+    helper, emitter = llvm_emitter.internal_function(module, "helper", [POINTER], inline=True)
     emitter.call(module.globals["pieces"], [helper.args[0]])
     emitter.call(leave, [helper.args[0]])
     emitter.ret_void()

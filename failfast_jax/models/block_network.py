@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -36,7 +35,7 @@ from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
 from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
-from failfast_jax.models.sharding import ONE_DEVICE
+from failfast_jax.models.sharding import ONE_DEVICE, on_every_device
 from failfast_jax.models.transformer import Decoder
 
 
@@ -182,20 +181,18 @@ class DSpark(nnx.Module):
             return [layer.input_norm(features[..., column, :]) for layer, column in zip(self.layers, columns)]
         return [self.hidden_norm(self.fc(features.reshape(*features.shape[:-2], -1)))] * len(self.layers)
 
+    @on_every_device
     def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
         """Writes the context of positions `start ...` into the cache."""
-        return self.execution.per_device(DSpark._store, P(), P())(self, features, cache, start)
-
-    def _store(self, features, cache, start):
         kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(features.shape[1]))
-        keys, values = list(cache.k), list(cache.v)
-        for index, (layer, context) in enumerate(zip(self.layers, self.contexts(features))):
+        written = []
+        for layer, layer_cache, context in zip(self.layers, cache.layers, self.contexts(features)):
             k, v = layer.attention.keys_and_values(context)
-            k = apply_rope(k, cos, sin)
-            keys[index], values[index] = write_windows((keys[index], values[index]), k, v, start, kernel=kernel)
-        return KVCache(k=tuple(keys), v=tuple(values))
+            written.append(write_windows(layer_cache, apply_rope(k, cos, sin), v, start, kernel=kernel))
+        return KVCache.of(written)
 
+    @on_every_device
     def block(
         self,
         rows: Float[Array, "B R E"],
@@ -213,23 +210,18 @@ class DSpark(nnx.Module):
           rows: see `inputs`.
           used: rows of the block; the rest is padding.
         """
-        # A drafter as small as this is computed whole on every device of a mesh.
-        return self.execution.per_device(DSpark._block, P(), P())(self, rows, cache, start, used, live)
-
-    def _block(self, rows, cache, start, used, live):
         kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(rows.shape[1]))
         # Every row sees the whole block, but not the padding after it.
         window = Window(cos, sin, start, live, until=start + used - 1)
-        x = rows.astype(self.dtype)
-        keys, values = list(cache.k), list(cache.v)
-        for index, layer in enumerate(self.layers):
-            back = self.config.sliding_windows[index] if self.config.sliding_windows else None
+        x, written = rows.astype(self.dtype), []
+        backs = self.config.sliding_windows or (None,) * len(self.layers)
+        for layer, layer_cache, back in zip(self.layers, cache.layers, backs):
             causal = self.config.full_is_causal if back is None else self.config.sliding_is_causal
             seen = window.replace(until=None if causal else window.until, back=back)
-            here = functools.partial(attend, cache=(keys[index], values[index]), window=seen, kernel=kernel)
-            x, (keys[index], values[index]) = layer(x, here)
-        return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
+            x, layer_cache = layer(x, functools.partial(attend, cache=layer_cache, window=seen, kernel=kernel))
+            written.append(layer_cache)
+        return self.norm(x), KVCache.of(written)
 
     def blocks(
         self, rows: Float[Array, "B A R E"], features: Float[Array, "B L F E"], anchors: Int[Array, "B A"]

@@ -15,18 +15,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.kernels.attention_window import LayerCache, Window
+from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.models.drafter_model import EAGLE, FeatureModel, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
-from failfast_jax.models.sharding import ONE_DEVICE
+from failfast_jax.models.sharding import ONE_DEVICE, on_every_device
 
 EACH, TOGETHER = "each", "together"
 """Norms of features before they are fused: one for each, or one for all."""
@@ -128,6 +127,7 @@ class Eagle(nnx.Module):
         features = features.reshape(*features.shape[:-2], -1)
         return self.fc(features if self.features_norm is None else self.features_norm(features))
 
+    @on_every_device
     def pairs(
         self,
         embedded: Float[Array, "B W E"],
@@ -149,11 +149,6 @@ class Eagle(nnx.Module):
         Returns:
           Hidden states of the next pairs (see `logits_of`), and the cache.
         """
-        # A drafter as small as this is computed whole on every device of a mesh.
-        run = self.execution.per_device(Eagle._pairs, P(), P())
-        return run(self, embedded, hidden, cache, start, live, level)
-
-    def _pairs(self, embedded, hidden, cache, start, live, level):
         base, width = self.config.base, embedded.shape[1]
         kernel = self.execution.resolved(self.dtype, base.head_dim)
         if kernel not in ("reference", "cpu") and width % ROWS:
@@ -167,19 +162,15 @@ class Eagle(nnx.Module):
         positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
         tree = {} if level is None else {"tree_start": level.first, "visible": level.visible}
         window = Window(*rotary(base, positions), start, live, back=self.config.sliding_window, **tree)
-        layer_cache: LayerCache = (cache.k[0], cache.v[0])
-        here = functools.partial(attend, cache=layer_cache, window=window, kernel=kernel)
-        out, (k, v) = self.layers[0](embedded.astype(self.dtype), hidden, here)
+        here = functools.partial(attend, cache=cache.layers[0], window=window, kernel=kernel)
+        out, written = self.layers[0](embedded.astype(self.dtype), hidden, here)
         out = self.norm(out) if self.config.normed_output else out
-        return out[:, :width], KVCache(k=(k,), v=(v,))
+        return out[:, :width], KVCache.of([written])
 
     @jax.named_scope("head")
+    @on_every_device
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
         """Float32 logits over the draft vocabulary of hidden states that `pairs` returned."""
-        run = self.execution.per_device(Eagle._logits_of, P(), P())
-        return run(self, hidden)
-
-    def _logits_of(self, hidden):
         return self.head(hidden if self.config.normed_output else self.norm(hidden), jnp.float32)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.attention_window import TILE
+from failfast_jax.kernels.attention_window import TILE, LayerCache
 from failfast_jax.kernels.plain_attention import write_window
 from failfast_jax.models.model_config import ModelConfig
 
@@ -35,6 +37,16 @@ class KVCache:
     def capacity(self) -> int:
         """Positions that fit."""
         return self.k[0].shape[2]
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """Keys and values by layer."""
+        return tuple(zip(self.k, self.v))
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerCache]) -> KVCache:
+        """The cache of some layers."""
+        return cls(k=tuple(k for k, _ in layers), v=tuple(v for _, v in layers))
 
     @classmethod
     def zeros(cls, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:

@@ -87,6 +87,17 @@ class Execution:
 
 ONE_DEVICE = Execution()
 
+
+def on_every_device(method: Callable) -> Callable:
+    """A method of a module that each device of its mesh computes whole: for drafters, which are small."""
+
+    @functools.wraps(method)
+    def run(self, *arguments):
+        return self.execution.per_device(method, P(), P())(self, *arguments)
+
+    return run
+
+
 Block = tuple[tuple[int, int], ...]
 """A part of an array: where it begins and ends along each axis."""
 Blocks = Mapping[Block, np.ndarray]

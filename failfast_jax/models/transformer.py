@@ -158,11 +158,10 @@ class Decoder(nnx.Module):
         visible, seen = None if tree is None else tree.visible, None if groups is None else groups.seen
         window = Window(cos, sin, start, live, visible=visible, seen=seen, block_size=self.config.block_size)
         x = self.embedded(tokens)
-        keys, values, features = list(cache.k), list(cache.v), {-1: x}
-        for index, layer in enumerate(self.layers):
-            x, (keys[index], values[index]) = _layer_window(
-                layer, x, (keys[index], values[index]), window, self.execution
-            )
+        written, features = [], {-1: x}
+        for index, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers)):
+            x, layer_cache = _layer_window(layer, x, layer_cache, window, self.execution)
+            written.append(layer_cache)
             if index in feature_layers:
                 features[index] = x
         stacked = (
@@ -170,7 +169,7 @@ class Decoder(nnx.Module):
             if feature_layers
             else jnp.zeros((*tokens.shape, 0, self.config.hidden_size), x.dtype)
         )
-        return self.norm(x), KVCache(k=tuple(keys), v=tuple(values)), stacked
+        return self.norm(x), KVCache.of(written), stacked
 
     def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B M"], width: int) -> KVCache:
         """After a `window` of `width` tokens that were a tree or copies: moves one path's, or copy's, keys and values

@@ -156,7 +156,7 @@ def test_a_sequence_beyond_what_is_live_disturbs_nobody():
 
 @pytest.mark.parametrize("copies", tiers([5, 18], quick=[18], long=None))
 def test_groups_of_rows_see_what_they_are_told(copies):
-    """Copies of a block behind different texts, of which 16 go at a time; the last is a part of its block."""
+    """Copies of a block after different texts, of which 16 go at a time; the last is a part of its block."""
     batch, size, kv_heads, head_dim = 2, 8, 2, 64
     qkv, k, v = arrays((batch, copies * size, 3 * kv_heads, kv_heads, head_dim, 384, "float32"), 3)
     start = np.asarray([40, 200], np.int32)
@@ -292,13 +292,11 @@ def test_products_of_float32_are_full_ones():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"width": 136}, "a window of 136 rows"),
         ({"width": 0}, "a window of 0 rows: 1 to 128"),
         ({"heads": 5}, "5 query heads for 2 KV heads"),
         ({"head_dim": 80}, "head_dim 80"),
         ({"capacity": 200}, "a cache of 200 positions"),
         ({"dtype": jnp.float16}, "a cache of float16"),
-        ({"pattern": "tree"}, "a tree"),
         ({"pattern": "copies", "width": 272, "copies": 2}, "a window of 136 rows"),
     ],
 )

@@ -8,7 +8,6 @@ import textwrap
 
 import jax.numpy as jnp
 import pytest
-from tiers import tiers
 
 from failfast_jax import doctor
 from failfast_jax.kernels import tpu_write
@@ -71,7 +70,7 @@ MUTANTS = {
 """Faults of the TPU's kernel: a method of `tpu_write.Patch`, and what is replaced in it."""
 
 
-@pytest.mark.parametrize("name", tiers(MUTANTS, quick=["the part in a second tile is lost"], long=None))
+@pytest.mark.parametrize("name", MUTANTS)
 def test_the_doctors_windows_show_faults_of_the_kernel(name, monkeypatch):
     method, old, new = MUTANTS[name]
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(tpu_write.Patch, method))))

@@ -129,12 +129,3 @@ def test_bad_input_is_named_before_anything_is_read(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(OptionError, match=r'--quantize int8: needs qwix.*pip install -e "\.\[quant\]"'):
         load_model("nowhere", quantize="int8")
-
-
-def test_from_the_command_line(capsys):
-    folder = str(GOLDEN / "qwen2_target_160")
-    options = ["--target", folder, "--token-ids", "5,6,7", "--max-new-tokens", "4", "--ignore-eos"]
-    assert main([*options, "--method", "vanilla", "--quantize", "int8"]) == 0
-    printed = capsys.readouterr()
-    assert len(printed.out.split(",")) == 4
-    assert "target: int8, " in printed.err and " MB of parameters" in printed.err

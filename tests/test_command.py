@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -159,3 +160,13 @@ def test_a_full_stdout_is_named_and_a_closed_one_ends_quietly(lines):
     os.close(reader)
     assert run(writer) == (command_line.NO_READER, "")
     os.close(writer)
+
+
+def test_an_error_without_a_file_is_not_taken_for_stdouts(capsys):
+    """Those of libraries' files have no name."""
+
+    def work():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert command_line.run(work) == command_line.USAGE_ERROR
+    assert "stdout" not in capsys.readouterr().err

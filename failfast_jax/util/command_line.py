@@ -169,7 +169,7 @@ def _worked(work: Callable[[], int | None], where: str | None) -> int:
     environment.check()
     hardware.tell_libtpu()
     processes.join(where)
-    with reraise_lost_signals(), one_line_warnings(), processes.only_primary_prints():
+    with streams.named_stdout(), reraise_lost_signals(), one_line_warnings(), processes.only_primary_prints():
         logging.basicConfig(handlers=[progress.LogHandler()])
         status = work() or 0
         sys.stdout.flush()
@@ -198,10 +198,8 @@ def _status_of(error: BaseException, interrupted: str, verbosity: str | None) ->
     if isinstance(error, OutOfTime):
         return _ended("stopped by --minutes; the same command goes on", UNFINISHED)
     if isinstance(error, OSError):
-        if streams.is_of_stdout(error):
-            if isinstance(error, BrokenPipeError):
-                return NO_READER  # the reader, such as `head`, has enough
-            error.filename = "stdout"
+        if streams.is_of_stdout(error) and isinstance(error, BrokenPipeError):
+            return NO_READER  # the reader, such as `head`, has enough
         return _ended(f"error: {printable(files.describe_os_error(error))}", USAGE_ERROR)
     if isinstance(error, ValueError):
         return _ended(f"error: {printable_lines(error)}", USAGE_ERROR)

@@ -4,44 +4,58 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from failfast_jax.util import files
 
 NAMES = {"stdin": "r", "stdout": "w", "stderr": "w"}
 """Standard streams with their modes."""
+STDOUT = Path("stdout")
 
 
-class LossyStream:
-    """A text stream that loses what cannot be written."""
+class GuardedStream:
+    """A text stream that writes inside a context, which names errors or ignores them."""
 
-    def __init__(self, stream: Any):
-        self._stream = stream
+    def __init__(self, stream: Any, guard: Callable[[], Any]):
+        self._stream, self._guard = stream, guard
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Writes a text."""
-        with contextlib.suppress(OSError):
+        with self._guard():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Writes the buffer."""
-        with contextlib.suppress(OSError):
+        with self._guard():
             self._stream.flush()
+
+
+def named_stdout() -> Any:
+    """Returns a context in which errors of stdout name it: libraries' files have errors without a name, too."""
+    return contextlib.redirect_stdout(GuardedStream(sys.stdout, lambda: files.naming(STDOUT)))
+
+
+def is_of_stdout(error: OSError) -> bool:
+    """True for an error of stdout inside `named_stdout`; its buffer is then dropped."""
+    if error.filename != str(STDOUT):
+        return False
+    _drop_buffer(sys.stdout)
+    return True
 
 
 @contextlib.contextmanager
 def lenient() -> Iterator[None]:
     """Inside, text that stderr cannot take, for example on a full disk, is lost and ends no work."""
     try:
-        with contextlib.redirect_stderr(LossyStream(sys.stderr)):
+        with contextlib.redirect_stderr(GuardedStream(sys.stderr, lambda: contextlib.suppress(OSError))):
             yield
     finally:
         try:
@@ -50,18 +64,9 @@ def lenient() -> Iterator[None]:
             _drop_buffer(sys.stderr)
 
 
-def is_of_stdout(error: BaseException) -> bool:
-    """True for an error of a stream without a file's name: stdout is full, or nobody reads it. It is then dropped."""
-    is_stream = isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, *files.FULL)
-    if is_stream:
-        _drop_buffer(sys.stdout)
-    return is_stream
-
-
 def _drop_buffer(stream: Any) -> None:
     """Sends a stream's buffer to nowhere: Python would write it at exit, fail again, and change the exit status."""
-    with contextlib.suppress(OSError):  # a stream of a test has no descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def open_closed() -> None:

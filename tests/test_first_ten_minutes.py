@@ -15,9 +15,9 @@ def test_a_dry_run(tmp_path, capsys):
     """All of it, small, on the CPU: the TPU's kernels are interpreted."""
     out = tmp_path / "cpu.json"
     assert script.main(["--out", str(out), "--quick"]) == 0
-    found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["dry_run"] and found["device"] == jax.devices()[0].device_kind and found["jax"] == jax.__version__
-    parts = found["parts"]
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["dry_run"] and record["device"] == jax.devices()[0].device_kind and record["jax"] == jax.__version__
+    parts = record["parts"]
     assert list(parts) == ["installation", "kernels", "answer", "replay"]
     assert {finding["name"] for finding in parts["installation"]["findings"]} > {"Python", "devices", "decoding"}
     [check] = parts["kernels"]["checks"]
@@ -64,25 +64,19 @@ def test_a_part_that_fails_leaves_the_others_and_runs_again(runs, tmp_path, caps
     assert capsys.readouterr().out.endswith("here.json: wrong: wrong\n")
 
 
-@pytest.mark.parametrize("key", ["device", "jax", "version", "dry_run", "devices", "format"])
-def test_a_file_of_another_machine_is_kept(key, runs, tmp_path, capsys):
+def test_other_files_are_kept(runs, tmp_path, capsys):
+    """Those of another machine, and those of something else."""
     out = tmp_path / "there.json"
     script.main(["--out", str(out)])
-    other = json.loads(out.read_text(encoding="utf-8")) | {key: "other"}
-    out.write_text(json.dumps(other), encoding="utf-8")
-    assert script.main(["--out", str(out)]) == 2
-    assert "not of this machine, JAX, version and size; name another file" in capsys.readouterr().err
-    assert json.loads(out.read_text(encoding="utf-8")) == other
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "3", '{"parts": {}}'])
-def test_a_file_of_something_else_is_kept(text, runs, tmp_path, capsys):
-    out = tmp_path / "notes.json"
-    out.write_text(text, encoding="utf-8")
-    assert script.main(["--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(("error: --out", "a dry run")) and "notes.json" in said and "Traceback" not in said
-    assert out.read_text(encoding="utf-8") == text and runs == []
+    record = json.loads(out.read_text(encoding="utf-8"))
+    keys = ("device", "jax", "version", "dry_run", "devices", "format")
+    runs.clear()
+    for text in (*(json.dumps(record | {key: "other"}) for key in keys), "", "[]", "{", "3", '{"parts": {}}'):
+        out.write_text(text, encoding="utf-8")
+        assert script.main(["--out", str(out)]) == 2
+        message = capsys.readouterr().err
+        assert "not of this machine, JAX, version and size; name another file" in message and "there.json" in message
+        assert out.read_text(encoding="utf-8") == text and runs == []
 
 
 def test_measured_beside_predicted(monkeypatch):

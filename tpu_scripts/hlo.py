@@ -106,16 +106,6 @@ def hbm_traffic(hlo: str) -> int:
     return total
 
 
-def estimated_cycles(hlo: str) -> int:
-    """Returns the sum of the compiler's estimates, each fusion once."""
-    return sum(map(_cycles, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
-
-
-def _cycles(text: str) -> int:
-    """An estimate; the largest 64-bit number stands for none."""
-    return int(text) % (2**63 - 1)
-
-
 def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str], tuple[float, float]]) -> float:
     """Returns the seconds of the entry computation: instructions in order, asynchronous copies beside them.
 
@@ -167,7 +157,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
                 ends[done] = now + others(done, by_name[done].text)[0]
         elif instruction.op not in _FREE:
             if cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.text):
-                seconds = _cycles(cycles.group(1)) / clock
+                seconds = int(cycles.group(1)) % (2**63 - 1) / clock  # the largest number stands for no estimate
                 traffic = 0 if "gather" in instruction.name else _operand_bytes(instruction, by_name)
             else:
                 seconds, traffic = others(instruction.name, instruction.text)
@@ -215,14 +205,10 @@ def host_transfers(hlo: str) -> list[str]:
     return [match.group(0) for match in _HOST.finditer(hlo)]
 
 
-def lines_of_loops(hlo: str) -> list[str]:
-    """Returns the instructions outside the entry computation, which may run every round."""
+def copies_of(hlo: str, shape: str) -> list[str]:
+    """Returns copies of arrays such as `bf16[1,8,1024,128]` outside the entry computation, which may run every round:
+    caches that move."""
     before, entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)
     after = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[1]
-    return [line.strip() for line in (before + after).splitlines()]
-
-
-def copies_of(hlo: str, shape: str) -> list[str]:
-    """Returns copies, outside the entry computation, of arrays such as `bf16[1,8,1024,128]`: caches that move."""
-    lines = lines_of_loops(hlo)
+    lines = map(str.strip, (before + after).splitlines())
     return [line for line in lines if re.search(r"= [^=]* copy(-start)?\(", line) and shape in line.split(" copy")[0]]

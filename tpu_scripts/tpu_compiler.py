@@ -1,6 +1,6 @@
-"""Programs of a model pair, compiled by the real TPU compiler for chips that are not there, and timed from its output.
+"""Programs of a model pair, compiled by the TPU compiler without a TPU, and timed from its output.
 
-Whoever imports this has told libtpu that there is no TPU (`aot_report`).
+The importing module first tells libtpu that there is no TPU (`aot_report`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from failfast_jax.kernels import tpu_attention
 from failfast_jax.models import sharding
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.kv_cache import TPU_TILE, KVCache, round_up
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.public_data.model_shapes import (
     CONFIGS,
@@ -65,7 +67,7 @@ class CompileCase:
 
 
 def devices_of(topology: str) -> list[jax.Device]:
-    """Devices of a topology such as `v5e:2x2`, to compile for."""
+    """Returns the devices of a topology such as `v5e:2x2`, to compile for."""
     # libtpu 0.0.42 takes one chip alone only with the bounds of its host; later ones do not ask.
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **bounds).devices)
@@ -88,7 +90,7 @@ class Compiler:
             self.drafter = self.drafter.quantized(quantize)
 
     def model(self, name: str, *, drafter: bool = False) -> Decoder:
-        """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
+        """Returns a decoder of abstract bfloat16 arrays, spread over the mesh."""
         config = CONFIGS[name]
         if self.layers:
             config = dataclasses.replace(config, num_layers=self.layers)
@@ -96,9 +98,9 @@ class Compiler:
         return spread_shapes(abstract_model(config, "bfloat16"), execution)
 
     def reader(self) -> DrafterModel:
-        """A drafter that reads the target's hidden states: its own parameters whole on every chip."""
+        """Returns a drafter that reads the target's hidden states; its parameters are whole on every chip."""
         _, config = READERS[self.case.drafter]
-        if self.layers:  # of a target that was cut, it reads what is left
+        if self.layers:  # it reads the remaining layers of the target
             config = dataclasses.replace(config, feature_layers=tuple(range(-1, self.layers)))
         model = abstract_reader(config, self.target, sharding.Execution(kernel="tpu", mesh=self.mesh))
         return jax.tree.map(lambda leaf: leaf if leaf.sharding is not None else self.array(leaf, P()), model)
@@ -107,7 +109,7 @@ class Compiler:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh or self.mesh, spec))
 
     def compiled(self, lowered: Any) -> tuple[Any, str]:
-        """A program, and its text as the compiler wrote it: JAX 0.10.2 cannot read every program back."""
+        """Returns a program, and its text from the compiler's dump: JAX 0.10.2 cannot read every program back."""
         with tempfile.TemporaryDirectory() as folder:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             program = lowered.compile(compiler_options=self.chip.compiler_options | dump)
@@ -115,7 +117,7 @@ class Compiler:
             return program, text.read_text(encoding="utf-8")
 
     def whole_answer(self) -> tuple[Any, str, Any]:
-        """The loop over rounds, compiled, its text, and its abstract state."""
+        """Compiles the loop over rounds; returns it, its text, and its abstract state."""
         case = self.case
         config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
         drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
@@ -145,26 +147,25 @@ class Compiler:
         return *self.compiled(lowered), state
 
     def one_pass(self, model: Decoder, width: int, rows: int) -> str:
-        """The compiled text of a window of `width` positions and the scores of its last `rows`."""
-        batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
-        execution = model.execution
-        # A verify picks, a drafter is also asked how sure it is.
+        """Returns the compiled text of a window of `width` positions and the scores of its last `rows`."""
+        batch, execution = self.case.batch, model.execution
+        # A verify picks; a drafter's pass also takes confidences.
         choose = functools.partial(picking.argmax, confidence=model is self.drafter)
 
         def run(model, cache, tokens, start, live):
             hidden, cache, _ = model.window(tokens, cache, start, live)
             return choose(model.logits_of(hidden[:, -rows:])), cache
 
-        cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
-        cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads), execution.mesh), cache)
-        rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
-        return self.compiled(jax.jit(run, donate_argnums=1).lower(model, cache, *rest))[1]
+        shapes = [(shape, jnp.int32) for shape in ((batch, width), (batch,), ())]
+        place = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
+        return self._text(run, model, model.config, place, shapes)
 
     def one_draft(self, width: int) -> str:
-        """The compiled text of one draft of a DSpark or a DFlash: the features of a verify of `width` rows are stored,
-        and a block is filled. A Markov head is left out."""
-        case, network = self.case, self.drafter.network
-        config, capacity = network.config, round_up(case.capacity + max(WIDTHS), TPU_TILE)
+        """Returns the compiled text of one draft of a DSpark or a DFlash, without a Markov head.
+
+        The features of a verify of `width` rows are stored, and a block is filled.
+        """
+        batch, config = self.case.batch, self.drafter.network.config
 
         def run(model, cache, tokens, features, start, live):
             cache = model.network.store(features, cache, start)
@@ -173,37 +174,40 @@ class Compiler:
             hidden, cache = model.network.block(rows, cache, start + 1, used, live)
             return picking.argmax(model.logits(hidden)), cache
 
-        cache = jax.eval_shape(lambda: KVCache.zeros(config.base, case.batch, capacity, jnp.bfloat16))
-        cache = jax.tree.map(lambda leaf: self.array(leaf, P()), cache)
-        block = round_up(config.block_size, WIDTHS[0])
-        features = (case.batch, width, len(config.feature_layers), config.base.hidden_size)
-        shapes = ((case.batch, block), jnp.int32), (features, jnp.bfloat16), ((case.batch,), jnp.int32), ((), jnp.int32)
+        tokens = (batch, round_up(config.block_size, WIDTHS[0]))
+        features = (batch, width, len(config.feature_layers), config.base.hidden_size)
+        shapes = [(tokens, jnp.int32), (features, jnp.bfloat16), ((batch,), jnp.int32), ((), jnp.int32)]
+        return self._text(run, self.drafter, config.base, NamedSharding(self.mesh, P()), shapes)
+
+    def _text(self, run: Callable, model: Any, config: ModelConfig, place: NamedSharding, shapes: list[Any]) -> str:
+        """The compiled text of a function of a model, its cache and further arguments."""
+        capacity = round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
+        cache = jax.eval_shape(lambda: KVCache.zeros(config, self.case.batch, capacity, jnp.bfloat16))
+        cache = jax.tree.map(lambda leaf: self.array(leaf, place.spec, place.mesh), cache)
         rest = (self.array(jax.ShapeDtypeStruct(*shape), P()) for shape in shapes)
-        return self.compiled(jax.jit(run, donate_argnums=1).lower(self.drafter, cache, *rest))[1]
+        return self.compiled(jax.jit(run, donate_argnums=1).lower(model, cache, *rest))[1]
 
     def seconds(
         self, text: str, model: Any, width: int, context: int, *, sums: bool = True, share: float | None = None
     ) -> float:
-        """The timeline of a program that passes once over `width` rows.
+        """Returns the time, by `hlo.timeline`, of a program that passes once over `width` rows.
 
         Args:
-          model: whatever has the configuration and the execution of its layers.
+          model: an object with the `config` and the `execution` of its layers.
           context: live positions of the cache.
-          sums: whether sums over devices take time.
-          share: of its peak bandwidth that HBM gives; None: the chip's.
+          sums: False: sums over devices take no time.
+          share: achieved share of HBM's peak bandwidth; None: the chip's.
         """
         chip, kernels = self.chip, self.kernels(model, width, context)
-        batch = self.case.batch // self.case.dp
-        # Of a layer's results, and of the best logits of each part of the vocabulary.
+        batch, unread = self.case.batch // self.case.dp, hlo.unread(text)
+        # Bytes of the sum of a layer's results, and of the best logits of each part of the vocabulary.
         summed = {"psum": batch * width * model.config.hidden_size * 2, "all-reduce": batch * width * 4}
-
-        unread = hlo.unread(text)
 
         def others(name: str, line: str) -> tuple[float, float]:
             if name in unread:
                 return 0, 0
             result, offloaded, _ = line.partition(" async-done(")
-            if offloaded:  # the text does not say over which devices
+            if offloaded:  # the text does not name its devices
                 return sums * hardware.allreduce_s(chip, self.case.tp, hlo.hbm_bytes_of(result)), 0
             for start, size in summed.items():
                 if name.startswith(start):
@@ -214,8 +218,10 @@ class Compiler:
         return hlo.timeline(text, clock=chip.clock, rate=rate, others=others)
 
     def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
-        """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best. And what
-        they leave out: operations that are not known here, and traffic that cannot be all or is too much."""
+        """Returns the estimated milliseconds of a pass, and its floor: weights and live cache read once.
+
+        `not_counted` names what they leave out: unknown operations, and traffic that is too small or too large.
+        """
         text = self.one_pass(model, width, rows)
         config, execution, chip = model.config, model.execution, self.chip
         batch, heads = self.case.batch // self.case.dp, execution.parts(execution.heads)
@@ -225,29 +231,26 @@ class Compiler:
                 f"{traffic / 1e6:.0f} MB by the text of a pass of {width} rows, whose weights have {weights / 1e6:.0f}"
             )
 
-        spent = functools.partial(self.seconds, text, model, width)
+        def milliseconds(context: int, **options: Any) -> float:
+            return 1e3 * self.seconds(text, model, width, context, **options)
 
-        def floor(context: int) -> float:
-            return (weights + batch * cache_bytes(config, context) / heads) / chip.bandwidth
+        def times(context: int) -> dict[str, float]:
+            floor = (weights + batch * cache_bytes(config, context) / heads) / chip.bandwidth
+            return {"ms": milliseconds(context), "floor_ms": 1e3 * floor}
 
+        sums = [line for line in text.splitlines() if " all-reduce(" in line and "_layer_window" in line]
         return {
-            "ms": 1e3 * spent(CONTEXTS[0]),
-            "without_sums_ms": 1e3 * spent(CONTEXTS[0], sums=False),
-            "with_copies_at_peak_ms": 1e3 * spent(CONTEXTS[0], share=1.0),
-            "floor_ms": 1e3 * floor(CONTEXTS[0]),
-            "at_contexts": {n: {"ms": 1e3 * spent(n), "floor_ms": 1e3 * floor(n)} for n in CONTEXTS},
+            **times(CONTEXTS[0]),
+            "without_sums_ms": milliseconds(CONTEXTS[0], sums=False),
+            "with_copies_at_peak_ms": milliseconds(CONTEXTS[0], share=1.0),
+            "at_contexts": {context: times(context) for context in CONTEXTS},
             "traffic_ms": 1e3 * traffic / chip.bandwidth,
-            "cycles_ms": 1e3 * hlo.estimated_cycles(text) / chip.clock,
-            "collectives": hlo.collectives(text),
             "not_counted": unread,
-            "all_reduces_per_layer": sum(
-                1 for line in text.splitlines() if " all-reduce(" in line and "_layer_window" in line
-            )
-            / config.num_layers,
+            "all_reduces_per_layer": len(sums) / config.num_layers,
         }
 
     def kernels(self, model: Decoder, width: int, context: int) -> dict[str, tuple[float, float]]:
-        """Seconds and bytes of a call of each kernel: the time of its bytes, or of its instructions if longer."""
+        """Returns seconds and bytes of a call of each kernel: the longer time of its bytes and its instructions."""
         config, execution, chip = model.config, model.execution, self.chip
         heads = execution.parts(execution.heads)
         kv_heads, batch = config.num_kv_heads // heads, self.case.batch // self.case.dp

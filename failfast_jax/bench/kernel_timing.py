@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,15 +88,13 @@ def kernel_report(target: Decoder, sizes: TimedSizes | None = None) -> dict[str,
     shapes, layers = ({"default target": heads}, config.num_layers) if on_cpu else (SHAPES, None)
     dtype = target.dtype if on_cpu else jnp.dtype(jnp.bfloat16)
     checks = check_shapes(shapes, WINDOWS)
-    cases = [*product_cases(target, sizes)] if sizes.product_rows else []
     bandwidth, rows = hardware.bandwidth(2**29)["read"], []
-    lazy = (case for shape in shapes.items() for case in attention_cases(*shape, dtype, sizes, layers))
-    total = len(cases) + len(shapes) * len(sizes.contexts) * len(sizes.attention_rows)
-    with progress_bar("kernels", "case", total=total) as bar:
-        for case in (case for group in (cases, lazy) for case in group):
-            times = {"reading_ms": 1e3 * case.nbytes / bandwidth}
-            rows.append({**case.labels, **times, "ms": median_ms(case.routes, REPEATS, per=case.chains)})
-            bar.update()
+    attention = (attention_cases(*shape, dtype, sizes, layers) for shape in shapes.items())
+    cases = itertools.chain(product_cases(target, sizes), *attention)
+    total = len(sizes.product_rows) + len(shapes) * len(sizes.contexts) * len(sizes.attention_rows)
+    for case in progress_bar("kernels", "case", cases, total=total):
+        ms = median_ms(case.routes, REPEATS, per=case.chains)
+        rows.append({**case.labels, "reading_ms": 1e3 * case.nbytes / bandwidth, "ms": ms})
     right = all(check["right"] for check in checks)
     return {"right": right, "checks": checks, "read_bytes_per_s": bandwidth, "times": rows}
 
@@ -125,6 +124,8 @@ def check_shapes(
 
 def product_cases(target: Decoder, sizes: TimedSizes) -> Iterator[KernelCase]:
     """All matrices of a step by number of rows: our product, XLA's, and ours of narrower weights."""
+    if not sizes.product_rows:
+        return
     linears = [(layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down) for layer in target.layers]
     weights = [linear.weight[...] for layer in linears for linear in layer] + [target.head_weight]
     weights = [jax.block_until_ready(weight.reshape(-1, weight.shape[-1])) for weight in weights]

@@ -1,8 +1,5 @@
-"""Chat templates. They are untrusted programs: each runs in a process with limits of time and memory.
-
-A process renders one template at a time and is used again. It is ended if a rendering takes too long; a template that
-takes too much memory or crashes ends only its process.
-"""
+"""Chat templates. They are untrusted programs: each runs in a process with limits of time and memory, which is ended
+if a template goes over them."""
 
 from __future__ import annotations
 
@@ -33,40 +30,53 @@ _END = "<<END OF THE LAST MESSAGE>>"
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
-class Process:
-    """A process that renders templates."""
+class Renderer:
+    """Renders templates in a process, one at a time; it is started anew after one that went over its limits."""
 
     def __init__(self) -> None:
-        # Without `site` and the package's folder on the path, which would cost time and shadow modules.
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", str(_PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # Ctrl-C is for the parent, which ends this process
-        )
-        self.pid = self._process.pid
-        self._ready, self._usable = False, True
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Starts the process, unless it runs, so that the first rendering need not wait for it."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return
+            # Without `site` and the package's folder on the path, which would cost time and shadow modules.
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-P", str(_PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C is for the parent, which ends this process
+            )
+            self._ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process, if it runs."""
+        return None if self._process is None else self._process.pid
 
     def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer of `template_process` to a request, or under `failed` why there is none."""
-        if not self._ready:
-            self._read(STARTING_S)
-            self._ready = True
-        content = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
-        try:
-            self._process.stdin.write(content.encode() + b"\n")
-            self._process.stdin.flush()
-            answer = self._read(request["seconds"])
-        except BrokenPipeError:
-            answer = {"failed": CRASHED}
-        self._usable = "text" in answer or "refused" in answer
+        content, answer = json.dumps(request, default=lambda value: f"<{type(value).__name__}>"), {}
+        with self._lock:
+            try:
+                self.start()
+                if not self._ready:
+                    self._read(STARTING_S)
+                    self._ready = True
+                self._process.stdin.write(content.encode() + b"\n")
+                self._process.stdin.flush()
+                answer = self._read(request["seconds"])
+            except BrokenPipeError:
+                answer = {"failed": CRASHED}
+            finally:
+                if not {"text", "refused"} & answer.keys():  # beyond a limit, or Ctrl-C
+                    self.end()
         return answer
-
-    def is_usable(self) -> bool:
-        """True if it can render another template: it lives, and no template took all its memory."""
-        return self._usable and self._process.poll() is None
 
     def _read(self, seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
@@ -81,40 +91,21 @@ class Process:
         return {"failed": f"takes more than {seconds:g} s" if time.monotonic() >= deadline else CRASHED}
 
     def end(self) -> None:
-        """Ends it at once."""
+        """Ends the process, if it runs, at once."""
+        if self._process is None:
+            return
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
         self._process.wait()
+        self._process = None
 
 
-idle: list[Process] = []
-"""Processes that are not in use. Appending and popping are atomic."""
-os.register_at_fork(after_in_child=idle.clear)
-
-
-@atexit.register
-def _end_all() -> None:
-    while idle:
-        idle.pop().end()
-
-
-def prepare() -> None:
-    """Starts a process, so that the first rendering need not wait for it."""
-    if not idle:
-        idle.append(Process())
-
-
-def _take() -> Process:
-    """A process that is not in use."""
-    while idle:
-        with contextlib.suppress(IndexError):  # another thread was quicker
-            process = idle.pop()
-            if process.is_usable():
-                return process
-            process.end()
-    return Process()
+renderer = Renderer()
+os.register_at_fork(after_in_child=renderer.__init__)
+atexit.register(renderer.end)
+prepare = renderer.start
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -166,16 +157,7 @@ def render(
 
 def _rendered(template: str, variables: Mapping[str, Any], name: str) -> str:
     limits = {"memory": MEMORY, "seconds": SECONDS, "longest": LONGEST_TEXT}
-    process = _take()
-    try:
-        answer = process.render({"template": template, "variables": variables, **limits})
-    except BaseException:  # Ctrl-C
-        process.end()
-        raise
-    if process.is_usable():
-        idle.append(process)
-    else:
-        process.end()
+    answer = renderer.render({"template": template, "variables": variables, **limits})
     if "text" in answer:
         return answer["text"]
     if "refused" in answer:

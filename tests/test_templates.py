@@ -125,12 +125,11 @@ def test_processes_that_die(refusal, tokenizer, monkeypatch):
     """A death while rendering, as from lack of memory, is reported; one between renderings has no effect."""
     tokenizer.chat_template = TEMPLATES[1]
     assert render(QUESTION, tokenizer, "the model") == "<user>ab"
-    os.kill(template_rendering.idle[-1].pid, signal.SIGKILL)
-    while template_rendering.idle[-1].is_usable():
-        time.sleep(0.01)
+    os.kill(template_rendering.renderer.pid, signal.SIGKILL)
+    time.sleep(0.1)
     assert render(QUESTION, tokenizer, "the model") == "<user>ab"
     monkeypatch.setattr(template_rendering, "SECONDS", 10)
-    threading.Timer(0.3, os.kill, (template_rendering.idle[-1].pid, signal.SIGKILL)).start()
+    threading.Timer(0.3, os.kill, (template_rendering.renderer.pid, signal.SIGKILL)).start()
     begin = time.monotonic()
     assert "ends the process" in refusal(ENDLESS[0]) and time.monotonic() - begin < 9
 
@@ -146,7 +145,7 @@ def test_ctrl_c_ends_a_rendering(tokenizer, interrupts):
     timer.join()
 
 
-def test_threads_of_a_server_render_independently(tokenizer, monkeypatch):
+def test_threads_may_render_at_once(tokenizer, monkeypatch):
     monkeypatch.setattr(template_rendering, "SECONDS", 0.5)
     slow = "{% if messages[0].content == 'slow' %}" + ENDLESS[0] + "{% endif %}{{ messages[0].content }}"
     tokenizer.chat_template = slow

@@ -84,7 +84,8 @@ class BlockLayout(DrafterLayout):
         return kind == SPECULATORS if kind is not None else any(name in self.architectures for name in names)
 
     def read_keys(self, settings: Settings, target: ModelConfig | None) -> DSparkConfig:
-        architecture, get = None if settings.speculators == SPECULATORS else settings.architecture, settings.get
+        get = settings.get
+        architecture = None if settings.speculators == SPECULATORS else settings.architecture
         settings.home = "dflash_config" if architecture in (ZLAB, SPECFORGE) else ""
         ours, base = architecture == OURS, settings.base()
         windows = settings.sliding_windows(base.num_layers)

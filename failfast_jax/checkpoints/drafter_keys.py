@@ -57,22 +57,15 @@ def layer_numbers(raw: Mapping[str, Any], key: str, where: values.Where, least: 
 
 
 class Settings:
-    """A drafter's settings, wherever they lie.
-
-    Args:
-      raw: `config.json`.
-      where: the file, for messages.
-      rope_theta: base frequency of the rotary embedding; None: the file's.
+    """A drafter's settings, wherever they lie; `rope_theta` replaces the file's base frequency unless it is None.
 
     Attributes:
-      raw: with speculators' layer keys beside the drafter's, as the others write them.
+      raw: `config.json`, with speculators' layer keys beside the drafter's, as the others write them.
+      where: the file, for messages.
       home: the nested object in which its publisher puts settings, which messages about missing ones name.
       architecture: the first of `architectures`; "": none.
       speculators: the `speculators_model_type`.
       is_nested: the layers' keys are in an object of their own.
-
-    Raises:
-      ConfigError: a nested object is none.
     """
 
     home = ""
@@ -96,11 +89,7 @@ class Settings:
         return [(name, value) for name, value in places if value is not None]
 
     def find(self, *keys: str) -> tuple[str, Any]:
-        """A setting's name as the file has it, and its value; None where it is missing or null.
-
-        Raises:
-          ConfigError: two places with different values.
-        """
+        """A setting's name in the file, and its value or None; ConfigError: two places with different values."""
         places = self._places(*keys) or [(f"{self.home}.{keys[0]}" if self.home else keys[0], None)]
         (first, value), *others = places
         for name, other in others:
@@ -171,7 +160,7 @@ class Settings:
         return tuple(window if kind == SLIDING else None for kind in kinds)
 
     def check(self) -> None:
-        """Looks at the keys that nobody asked for; those that mean nothing here are named in one line.
+        """Checks the keys that nobody asked for.
 
         Raises:
           CheckpointError: the weights are quantised.

@@ -169,11 +169,7 @@ class DrafterLayout:
 
 
 def draft_ids(tensors: Mapping[str, StoredTensor], count: int, vocab: int, folder: Path) -> np.ndarray:
-    """Reads the token id of each of the `count` rows of a head.
-
-    Raises:
-      CheckpointError: `d2t` is missing, no list of `count` integers, or does not name tokens of the vocabulary.
-    """
+    """Reads the token id of each of a head's `count` rows; CheckpointError: `d2t` is missing or names other tokens."""
     stored = tensors.get(DRAFT_IDS)
     if stored is None:
         raise CheckpointError(f"{folder}: tensor {DRAFT_IDS} is missing: the ids of the {count} of {vocab} tokens")

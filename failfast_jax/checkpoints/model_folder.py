@@ -146,11 +146,7 @@ class ModelFolder:
             raise ConfigError(f"{self.name}: a drafter, which cannot be a target; name it with --drafter, and a target")
 
     def fit(self, target: ModelConfig, target_name: str) -> Fit:
-        """Checks a drafter against its target without reading the weights.
-
-        Raises:
-          CheckpointError, ConfigError: it cannot be read, or belongs to another target.
-        """
+        """Checks a drafter against its target without reading the weights, with the errors of loading."""
         if self.is_standalone:
             opened = OpenedBorrower.open(self.path, self.raw, target, target_name)
             return Fit(opened.config, sum(map(math.prod, opened.shapes.values())))
@@ -196,8 +192,7 @@ def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
 def check_attention(attention: str | None, config: Any, dtype: Any, name: str) -> None:
     """Warns, once, where XLA serves the attention of a model whose device has kernels; by configuration alone.
 
-    Raises:
-      OptionError: the kernel `attention` (None: the device's) does not serve the model.
+    OptionError: the kernel `attention` (None: the device's) does not serve the model.
     """
     base = getattr(config, "base", config)
     model = {"dtype": dtype, "head_dim": base.head_dim, "heads": base.num_heads, "kv_heads": base.num_kv_heads}

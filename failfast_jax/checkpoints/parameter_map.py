@@ -152,14 +152,7 @@ class ReadPlan:
     def assemble(
         self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None
     ) -> np.ndarray:
-        """Reads one parameter, cast to `dtype`, into a new host array.
-
-        Args:
-          block: the part of it to read, a device's; None: all of it.
-
-        Raises:
-          CheckpointError: NaN or infinity in a tensor.
-        """
+        """Reads a parameter, or a device's `block` of it, into a new host array; CheckpointError: NaN or infinity."""
         first, last = zip(*(block or [(0, size) for size in shape]))
         out = aligned_empty(tuple(high - low for low, high in zip(first, last)), dtype)
         for part, tensor in self.sources[parameter]:
@@ -221,11 +214,7 @@ def make_plan(
     config: ModelConfig,
     where: Path,
 ) -> ReadPlan:
-    """Matches a checkpoint's tensors with the model's parameters, by names and shapes.
-
-    Raises:
-      CheckpointError: a missing, unexpected or mis-shaped tensor, each named.
-    """
+    """Matches tensors with parameters; CheckpointError: missing, unexpected or mis-shaped ones, by name."""
     sources: dict[str, list[tuple[str, StoredTensor]]] = {path: [] for path in shapes}
     missing, misshaped, known = [], [], set()
     for name, path, part in table.entries(config.num_layers):
@@ -272,8 +261,7 @@ def fill(
 ) -> None:
     """Copies rows `start ..` of a stored tensor, or some columns of them, over `out`, piece by piece, casting.
 
-    Raises:
-      CheckpointError: NaN or infinity, stored or made by the cast.
+    CheckpointError: NaN or infinity, stored or made by the cast.
     """
     unit = interleaved_head or 1
     direct = tensor.dtype == out.dtype and out.flags.c_contiguous and columns is None and interleaved_head is None

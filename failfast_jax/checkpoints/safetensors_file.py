@@ -79,11 +79,7 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
 
 
 def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[str, StoredTensor]:
-    """Tensors of one file, from its header; `dtypes`: see `folder_tensors`.
-
-    Raises:
-      CheckpointError: the file is truncated, is no safetensors file, or holds tensors of other dtypes.
-    """
+    """Tensors of one file, from its header; CheckpointError: it is damaged, or holds tensors of other `dtypes`."""
     with path.open("rb") as file:
         offset = 8 + int.from_bytes(file.read(8), "little")
     try:
@@ -120,11 +116,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, offs
 def read_array(
     path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """An array at a byte offset of a file: in `out`, contiguous and of this dtype and shape, or a new one.
-
-    Raises:
-      CheckpointError: the file ends before.
-    """
+    """An array at a byte offset of a file: in `out`, contiguous and of this dtype and shape, or a new one."""
     if out is None:
         out = np.empty(shape, dtype)
     # numpy's own readers know no bfloat16, and fill no array that is there.

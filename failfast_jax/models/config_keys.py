@@ -63,7 +63,7 @@ FULL_ATTENTION = ("full_attention", "attention")
 """Names of full attention in `layer_types`: today's and an older one."""
 
 Reader = Callable[[Mapping[str, Any], str, values.Where], Any]
-"""Reads one key of an object: `reader(raw, key, where)`. It refuses a value of another type or out of range."""
+"""`reader(raw, key, where)` reads one key of an object, and refuses a value of another type or out of range."""
 
 
 def only(raw: Mapping[str, Any], key: str, where: values.Where, allowed: tuple[Any, ...]) -> None:
@@ -114,11 +114,9 @@ LARGEST = {
     "max_position_embeddings": 2**30,
 }
 """Bounds beyond any model: a damaged or hostile file must not take all memory."""
+_OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 KEYS: dict[str, Reader] = {
-    **{key: partial(values.number, most=most) for key, most in LARGEST.items()},
-    "num_key_value_heads": partial(_size, most=LARGEST["num_key_value_heads"]),
-    "head_dim": partial(_size, most=LARGEST["head_dim"]),
-    "max_position_embeddings": partial(_size, most=LARGEST["max_position_embeddings"]),
+    **{key: partial(_size if key in _OPTIONAL else values.number, most=most) for key, most in LARGEST.items()},
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), values.flag),
     "rms_norm_eps": partial(values.number, kind=float, least=values.SMALLEST_FLOAT, most=1, default=1e-6),
     "mask_token_id": partial(_size, least=0),
@@ -164,20 +162,12 @@ STEMS, HARMLESS_STEMS, REFUSED = (frozenset(_TABLES["refused"][part].split()) fo
 
 
 def read(keys: Mapping[str, Reader], raw: Mapping[str, Any], where: values.Where) -> dict[str, Any]:
-    """The values of keys, each checked by its reader.
-
-    Raises:
-      ConfigError: a key is missing, or has a value of another type or out of its range; it is named.
-    """
+    """The values of keys, each checked by its reader; ConfigError: one is missing, of another type or out of range."""
     return {key: reader(raw, key, where) for key, reader in keys.items()}
 
 
 def read_model(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Reads a Hugging Face `config.json`.
-
-    Args:
-      raw: the file's object.
-      where: the file, for messages.
+    """Reads the object of a Hugging Face `config.json`; `where` names the file in messages.
 
     Raises:
       ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
@@ -355,12 +345,8 @@ def check_unread(
     """Refuses keys that nobody read and that may change the computation; names other unknown ones in one warning.
 
     Args:
-      entries: keys that were not read, with their values.
-      changes: what such keys change, for messages.
+      changes: the thing that such keys change, for messages.
       place: name of the object that holds them, if it holds nothing but settings of the computation.
-
-    Raises:
-      ConfigError: the first such key, by name.
     """
     unknown = []
     for key, value in entries.items():
@@ -385,15 +371,9 @@ def check_not_quantised(raw: Mapping[str, Any], where: values.Where) -> None:
 
 
 def check(raw: Mapping[str, Any], context: int, where: str) -> None:
-    """Refuses a target's configuration whose keys ask for another computation than the one that is built.
+    """Refuses a target's `config.json` whose keys ask for another computation than the one that is built.
 
-    Args:
-      raw: the file's object, of a supported `model_type`.
-      context: most positions of the model.
-      where: the file, for messages.
-
-    Raises:
-      ConfigError: the first such key, by name.
+    `context` is the maximum number of positions. ConfigError: the first such key, by name.
     """
     model_type = raw["model_type"]
     names, allowed = raw.get("architectures") or [], FAMILIES[model_type].architectures
@@ -463,11 +443,7 @@ GGUF_NEUTRAL = {
 
 
 def check_gguf(metadata: Mapping[str, Any], architecture: str, where: str) -> None:
-    """Refuses a GGUF file whose metadata ask for another computation than the one that is built.
-
-    Raises:
-      ConfigError: the first such key, by name.
-    """
+    """Refuses a GGUF file whose metadata ask for another computation; ConfigError: the first such key, by name."""
     context = metadata.get(f"{architecture}.context_length", 2048)
     for name, value in metadata.items():
         key = name.removeprefix(f"{architecture}.")

@@ -37,8 +37,10 @@ from failfast_jax.models.rope import rope_frequencies
 @pytest.mark.parametrize(
     "name, kind",
     [
-        *(("llama_tied", "F32"), ("llama_tied", "Q8_0"), ("qwen2_untied", "BF16"), ("qwen2_untied", "Q4_1")),
-        *(("field/qwen3_a", "F16"), ("field/qwen3_a", "Q5_0")),
+        ("llama_tied", "Q8_0"),
+        ("qwen2_untied", "BF16"),
+        ("qwen2_untied", "Q4_1"),
+        ("field/qwen3_a", "F16"),
     ],
 )
 def test_gguf_equals_a_folder_of_dequantised_weights(tmp_path, name, kind):
@@ -144,14 +146,15 @@ def test_gguf_rope_scaling(tmp_path):
     assert both.divisors == pytest.approx(4 * divisors)
     factor = load("llama_tied", extra=lambda w: w.add_rope_scaling_factor(4.0))
     assert factor.config.rope == models["linear"].config.rope
-    with pytest.raises(CheckpointError, match="rope_freqs.weight together with yarn scaling"):
-        load("llama_tied", extra=yarn, extra_tensors={"rope_freqs.weight": divisors})
-    with pytest.raises(CheckpointError, match="rope.scaling.attn_factor 1.25 is read with yarn scaling only"):
-        load("llama_tied", extra=lambda w: w.add_rope_scaling_attn_factors(1.25))
     original = load("qwen2_untied", extra=lambda w: (yarn(w), w.add_rope_scaling_orig_ctx_len(0))).config
     assert original.rope.original_max_position_embeddings == config_of("qwen2_untied")["max_position_embeddings"]
-    with pytest.raises(CheckpointError, match="rope.scaling.type 'longrope' is not supported"):
-        load("llama_tied", extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
+    for message, options in (
+        ("rope_freqs.weight", {"extra": yarn, "extra_tensors": {"rope_freqs.weight": divisors}}),
+        ("rope.scaling.attn_factor 1.25", {"extra": lambda w: w.add_rope_scaling_attn_factors(1.25)}),
+        ("type 'longrope'", {"extra": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)}),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load("llama_tied", **options)
 
 
 def test_drafters_say_the_divisors_of_their_targets():

@@ -93,10 +93,7 @@ def test_shards_that_contradict_the_index(golden):
         ({"weight_map": without}, f"model-00001.*tensor {first} is there"),
         ({}, "no 'weight_map'"),
         ({"weight_map": weight_map | {first: 7}}, f"tensor {first} is in 7"),
-        ({"weight_map": weight_map | {first: None}}, f"tensor {first} is in None"),
-        ({"weight_map": weight_map | {first: ""}}, f"tensor {first} is in ''"),
         ({"weight_map": weight_map | {first: "../x"}}, f"tensor {first} is in '../x'"),
-        ({"weight_map": weight_map | {first: "/dev/zero"}}, f"tensor {first} is in '/dev/zero'"),
         ({"weight_map": {first: "y" * 5000}}, "yyy... and .* characters more: File name too long"),
         ({"weight_map": weight_map | {first: "absent.safetensors"}}, "absent.safetensors: no such file"),
     ):
@@ -144,28 +141,22 @@ def test_truncated_files(tmp_path, suffix, keep):
         ("pytorch_model.bin", "", CheckpointError, "unpickling runs whatever code.*safetensors version"),
         ("last.ckpt", "last.ckpt", CheckpointError, "unpickling runs whatever code.*safetensors version"),
         ("other.safetensors", "", CheckpointError, "other.safetensors is there"),
-        ("other.gguf", "", CheckpointError, "other.gguf"),
         ("x", "", CheckpointError, "no weights"),
         ("model.safetensors", "model.safetensors", CheckpointError, "pass its folder"),
-        ("model.safetensors", "config.json", CheckpointError, "not a folder and not a .gguf file"),
         ("model.safetensors", "absent.gguf", CheckpointError, "no such file or folder$"),
         ("a pipe", "", ConfigError, "model.safetensors: not a regular file"),
-        ("an endless device", "", ConfigError, "model.safetensors: not a regular file"),
         ("no configuration", "", CheckpointError, "no config.json"),
         ("half a configuration", "", ConfigError, "config.json: not valid JSON"),
         ("a circle of links", "", ConfigError, "config.json: a link that leads nowhere"),
     ],
 )
 def test_folders_without_a_model(golden, damage, source, error, message):
-    """Nothing waits for a pipe or reads a device without end."""
+    """Nothing waits for a pipe."""
     folder = golden()
     weights, config = folder / "model.safetensors", folder / "config.json"
     if damage == "a pipe":
         weights.unlink()
         os.mkfifo(weights)
-    elif damage == "an endless device":
-        weights.unlink()
-        weights.symlink_to("/dev/zero")
     elif "configuration" in damage or "links" in damage:
         config.unlink()
         if damage.startswith("half"):

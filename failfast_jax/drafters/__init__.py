@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.drafters.auto import AutoOptions
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
 from failfast_jax.drafters.model_methods import (
+    AutoOptions,
     AutoregressiveOptions,
     DFlashOptions,
     DSparkOptions,

@@ -16,11 +16,14 @@ from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.branch_tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.eagle3 import EagleChain, EagleTree
 from failfast_jax.drafters.feature_block import DSparkDrafter
+from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, usual_length
 from failfast_jax.drafters.refine import BlockRefine, FeatureRefine
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
+from failfast_jax.policy.auto_choice import Auto
+from failfast_jax.policy.expected_tokens import MODEL_CHANCES
 
 SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
 """The released code's."""
@@ -46,6 +49,38 @@ def _block_size() -> Any:
 
 def _small_block(help: str, **more: Any) -> Any:
     return option(None, help, least=1, kinds=(BLOCK_DIFFUSION,), **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoOptions(MethodOptions):
+    """Options of `auto`: how long drafts may be, and where they may come from. The rest is decided round by round."""
+
+    summary = (
+        "the text itself and any drafter, if there is one: each round drafts and verifies what promises most tokens a "
+        "second by measured costs, or nothing (what runs where no method is named)"
+    )
+    kinds = (*BLOCKS, EAGLE, AUTOREGRESSIVE)
+    needs_model = False
+
+    spec_len: int | None = _length(
+        "tokens by which a draft of the drafter grows (as failfast; EAGLE, ar: 1)",
+        kinds=(*BLOCKS, EAGLE, AUTOREGRESSIVE),
+    )
+    max_spec_len: int | None = _length(
+        "longest draft, of the drafter (as failfast; EAGLE, ar: 20) and of the text (15 on CPU, 63 elsewhere)"
+    )
+    lookup_min: int | None = option(
+        None, "shortest match that the text drafts from; 0: only the drafter drafts (1)", least=0, most=LONGEST_MATCH
+    )
+
+    def build(self, site: Site) -> Drafter:
+        require(site.model is not None or self.lookup_min != 0, "--lookup-min 0", "needs --drafter, or nothing drafts")
+        # As long as it can be, whatever matched: costs decide how much of it is verified.
+        longest = self.max_spec_len or usual_length(site.platform)
+        text = Lookup(min_match=self.lookup_min or 1, max_spec_len=longest, shortest=longest)
+        text = None if self.lookup_min == 0 else text
+        model = None if site.model is None else growing(site, self.spec_len, self.max_spec_len, seldom=True)
+        return Auto.of(text, model, MODEL_CHANCES if site.chances is None else site.chances)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,12 +139,14 @@ class Auto(Drafter):
         # 5. The draft is cut to the width, and the round's yield is noted.
         costs, estimate = self.costs.steps, state.estimate
         weight, waits = self._weight(state.ahead, committed.running), self._someone_waits(committed)
-        text, text_state = self._offer_of_text(state, committed)
+        text, text_state = self._offer(self.text, state.text, state.chances.text, committed)
         at_hand = _total(weight, text.tokens)
         prefix, hoped = self._prefix(state, text.draft, committed)
         ask = self._worth_asking(estimate, at_hand, (weight * hoped).sum(), waits)
         chances = state.chances.replace(begun=jnp.where(committed.running & ask, prefix.length, 0))
-        model, model_state = self._offer_of_model(state.replace(chances=chances), committed, ask, prefix)
+        asking = committed.replace(running=committed.running & ask)
+        informed = state.model if self.model is None else state.model.replace(memory=chances)  # for its stopping rule
+        model, model_state = self._offer(self.model, informed, chances, asking, prefix)
         tokens = jnp.maximum(model.tokens, text.tokens)
         spent = costs.draft * jnp.max(model.draft.passes)
         rung = jnp.where(waits, 0, self._best_width(estimate, _total(weight, tokens), spent))
@@ -178,11 +180,17 @@ class Auto(Drafter):
             refused=~waits & (jnp.argmax(at_hand / costs.verify) > rung),
         )
 
-    def _offer_of_text(self, state: AutoState, committed: Committed) -> tuple[Offer, Any]:
-        if self.text is None:
-            return self._offer(state.chances.text, Draft.empty(committed.length.shape[0], 0), committed), state.text
-        draft, text_state = self.text.draft(state.text, committed)
-        return self._offer(state.chances.text, draft, committed), text_state
+    def _offer(
+        self, source: Drafter | None, state: Any, chances: Calibration | Chances, committed: Committed, *begun: Draft
+    ) -> tuple[Offer, Any]:
+        """Returns a source's draft, in buffers of equal size for both sources, with the tokens that it promises."""
+        draft = Draft.empty(committed.length.shape[0], 0)
+        if source is not None:
+            draft, state = source.draft(state, committed, *begun)
+        spare = ((0, 0), (0, self.max_draft - draft.tokens.shape[1]))
+        draft = draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
+        tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
+        return Offer(draft, jnp.where(committed.running[:, None], tokens, 0.0)), state
 
     def _prefix(self, state: AutoState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
         """Returns the looked-up tokens that the model should continue, and the expected tokens of that round.
@@ -227,23 +235,6 @@ class Auto(Drafter):
         cheapest = costs.verify[min(1, len(self.widths) - 1)] + costs.draft
         pays &= estimate.affords(1 + costs.draft, 0.0, GAMBLE / cheapest**2)
         return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
-
-    def _offer_of_model(
-        self, state: AutoState, committed: Committed, ask: Bool[Array, ""], prefix: Draft
-    ) -> tuple[Offer, Any]:
-        if self.model is None:
-            return self._offer(state.chances, Draft.empty(committed.length.shape[0], 0), committed), state.model
-        running = committed.replace(running=committed.running & ask)
-        informed = state.model.replace(memory=state.chances)  # for the stopping rule
-        draft, model_state = self.model.draft(informed, running, prefix)
-        return self._offer(state.chances, draft, committed), model_state
-
-    def _offer(self, chances: Calibration | Chances, draft: Draft, committed: Committed) -> Offer:
-        """Returns the draft, in buffers of equal size for both sources, and the tokens that it promises."""
-        spare = ((0, 0), (0, self.max_draft - draft.tokens.shape[1]))
-        draft = draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
-        tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
-        return Offer(draft, jnp.where(committed.running[:, None], tokens, 0.0))
 
     def _best_width(
         self, estimate: ThroughputEstimate, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0

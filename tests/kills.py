@@ -15,10 +15,10 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import multiprocessing
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import sys
@@ -75,59 +75,53 @@ class FileOperations:
 
 @dataclasses.dataclass
 class Run:
-    """A process that runs a command, and where its words go."""
+    """A forked process that runs a command, and the file of its output."""
 
-    pid: int
-    said: Path
+    process: Any
+    output: Path
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status (negative: a signal), or None if it still runs then."""
-        with contextlib.closing(open_descriptor(os.pidfd_open(self.pid))) as descriptor:
-            if not select.select([descriptor], [], [], seconds)[0]:
-                return None
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        """Returns the exit status (negative: a signal), or None if it still runs then."""
+        self.process.join(seconds)
+        return self.process.exitcode
 
     def stop(self, number: int) -> int:
         """Sends a signal, and waits for the end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        if self.process.is_alive():
+            os.kill(self.process.pid, number)
         status = self.wait(LONGEST_S)
         if status is None:
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(2)  # for the stacks of its threads
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait(LONGEST_S)
+            self.process.kill()
             raise Lost(f"signal {number} did not end it: {self.words()}")
         return status
 
     def words(self) -> str:
-        """What it said on both streams."""
-        return self.said.read_text(errors="replace") if self.said.exists() else ""
+        """Returns what it wrote to both streams."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
 
 
-def open_descriptor(descriptor: int) -> Any:
-    """A descriptor that can be closed."""
-    return os.fdopen(descriptor, "rb", buffering=0)
-
-
-def start(command: Callable[[], int], folder: Path, said: Path, last: int | None = None) -> Run:
+def start(command: Callable[[], int], folder: Path, output: Path, last: int | None = None) -> Run:
     """Runs a command in a forked process; `last`: it is killed before that one of its changes in `folder`."""
-    sys.stdout.flush()
-    said.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid:
-        return Run(pid, said)
+    output.unlink(missing_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=run_command, args=(command, folder, output, last))
+    process.start()
+    return Run(process, output)
+
+
+def run_command(command: Callable[[], int], folder: Path, output: Path, last: int | None) -> None:
     status = 70
     try:
-        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
         faulthandler.register(signal.SIGUSR1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         operations = FileOperations(folder, last)
         operations.install()
         status = command()
-        said.with_suffix(".count").write_text(str(operations.count))
+        output.with_suffix(".count").write_text(str(operations.count))
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except KeyboardInterrupt:  # before or after the work itself

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -14,7 +13,6 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-import xla_flags
 from checkpoint_files import GOLDEN, run_python
 
 from failfast_jax import chat, doctor, generate
@@ -121,30 +119,6 @@ def test_a_gpu_that_jax_leaves_aside_is_said_once(monkeypatch, caplog):
     environment.check(), environment.check()
     [record] = caplog.records
     assert "pip install" in record.message and "535" in record.message
-
-
-# The tests' own flags.
-
-COMPILE_TPU = """
-import jax
-from jax.experimental import topologies
-device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-place = jax.sharding.SingleDeviceSharding(device)
-jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=place)).compile()
-"""
-"""A program in which libtpu compiles and so reads XLA_FLAGS."""
-
-
-@pytest.mark.long
-def test_the_tests_flags_are_those_that_whoever_reads_them_knows():
-    """jaxlib's own, in a process that loads libtpu, too, where there is one; and unknown ones are left out."""
-    assert xla_flags.known(("--xla_no_such_flag=1", xla_flags.QUICK[0], "--nor_this")) == xla_flags.QUICK[:1]
-    with_libtpu = importlib.util.find_spec("libtpu") is not None
-    tpu = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
-    program = "import conftest, os\nprint(os.environ['XLA_FLAGS'])\n" + COMPILE_TPU * with_libtpu
-    done = run_python("-c", program, **tpu, ALLOW_MULTIPLE_LIBTPU_LOAD="1", without=("XLA_FLAGS",))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == list(xla_flags.known())
 
 
 # Encodings.

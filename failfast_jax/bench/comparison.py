@@ -52,14 +52,12 @@ class Turn:
     """Questions (one, or a batch) answered once by `vanilla` and by each row of a block.
 
     Attributes:
-      number: of the first question, in the order in which they are asked, from 1.
       block: the block's name.
       reverse: whether the last row begins.
     """
 
     dataset: Dataset
     questions: list[Question]
-    number: int
     repeat: int
     block: str
     rows: list[Row]
@@ -71,29 +69,20 @@ class Turn:
 
 
 def turns_of(ordered: Sequence[tuple[Dataset, list[Question]]], rows: Sequence[Row], repeats: int) -> Iterator[Turn]:
-    """Yields all turns, in order; a block is of one batch size, and its name changes with its members.
-
-    Args:
-      ordered: datasets with their questions in the order in which they are asked.
-
-    Raises:
-      ValueError: questions that cannot be asked in batches of this size.
-    """
+    """Yields all turns, in order; a block is of one batch size, and its name changes with its members."""
     by_batch = [[row for row in rows if row.batch == batch] for batch in dict.fromkeys(row.batch for row in rows)]
     blocks = [group[at : at + BLOCK] for group in by_batch for at in range(0, len(group), BLOCK)]
     for (dataset, questions), block, repeat in itertools.product(ordered, blocks, range(repeats)):
         batch = block[0].batch
         if batch > 1 and len(questions) % batch:
-            raise ValueError(
-                f"{block[0].label}: {dataset.name} has {len(questions)} questions, no multiple of batch {batch}; "
-                "change --limit"
-            )
+            count = f"{dataset.name} has {len(questions)} questions"
+            raise ValueError(f"{block[0].label}: {count}, no multiple of batch {batch}; change --limit")
         if batch > 1 and any(question.follows is not None for question in questions):
             raise ValueError(f"{block[0].label}: {dataset.name} has conversations, which take batch 1")
         name = stamp([row.label for row in block])
         for index in range(0, len(questions), batch):
             together, reverse = questions[index : index + batch], bool((repeat + index // batch) % 2)
-            yield Turn(dataset, together, index + 1, repeat, name, block, reverse)
+            yield Turn(dataset, together, repeat, name, block, reverse)
 
 
 def missing_rows(turn: Turn, log: AnswerLog) -> list[Row]:
@@ -183,8 +172,9 @@ class Comparison:
         self._ids: dict[Place, list[int]] = {}
         self._warm: set[tuple] = set()
 
+    @property
     def facts(self) -> dict[str, Any]:
-        """Returns what a report says of the machine and the models, and what records must agree on."""
+        """The machine and the models for a report, and what records must agree on."""
         host = machine()
         identity = {
             **self.engines.identity(),
@@ -200,7 +190,7 @@ class Comparison:
     # -- prompts -----------------------------------------------------------------------------------------
 
     def _vanilla_ids(self, dataset: Dataset, question: Question) -> list[int]:
-        """Returns `vanilla`'s answer, of which all have the same tokens."""
+        """Returns the tokens of an answer of `vanilla`, which are the same in all."""
         place = dataset.name, question.id, BASELINE
         answers = self.log.answers.values()
         return next(a["output_ids"] for a in answers if (a["dataset"], a["question"], a["setting"]) == place)
@@ -216,11 +206,7 @@ class Comparison:
         return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": question.prompt}]
 
     def encode(self, dataset: Dataset, question: Question) -> list[int]:
-        """Returns the token ids of the prompt, and of the turns before it.
-
-        Raises:
-          PromptError: there is no room for them.
-        """
+        """Returns the token ids of the prompt, and of the turns before it."""
         key, room = (dataset.name, question.id), self.engines.max_seq_len
         if key not in self._ids:
             where = f"{dataset.name}, question {question.id}"
@@ -312,7 +298,7 @@ class Comparison:
         for position, row in enumerate(turn.in_order()):
             if row not in missing:
                 continue
-            bar.set_postfix_str(f"{dataset.name} {turn.number} of {len(dataset.questions)}, {row.label}")
+            bar.set_postfix_str(f"{dataset.name}, {row.label}")
             results = self._results(row, dataset, turn.questions)
             for question, result in zip(turn.questions, results):
                 record = {

@@ -27,7 +27,7 @@ class _Actor:
         return Comparison(self.plan)
 
     def facts(self) -> dict[str, Any]:
-        return self.comparison.facts()
+        return self.comparison.facts
 
     def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
         return self.comparison.texts(answers)
@@ -62,8 +62,8 @@ class RayComparison:
         ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
         remote = ray.remote(max_restarts=-1, max_task_retries=-1, **self._resources())(_Actor)
         self.actors = [remote.remote(plan) for _ in range(plan.config.actors)]
-        self._facts = self._get(self.actors[0].facts.remote())
-        self.left_out = self._facts["left_out"]
+        self.facts = self._get(self.actors[0].facts.remote())
+        self.left_out = self.facts["left_out"]
         self.rows = [row for row in plan.rows if row.label not in self.left_out]
 
     def _resources(self) -> dict[str, Any]:
@@ -78,10 +78,6 @@ class RayComparison:
             return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the first actor's `Comparison.facts`."""
-        return self._facts
 
     def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """Returns answers as text."""

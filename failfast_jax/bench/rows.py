@@ -13,7 +13,7 @@ from typing import Any
 from failfast_jax.drafters import METHODS
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.options import CommandOptions, check_value, flag_of, option
+from failfast_jax.options import CommandOptions, check_value, option
 
 BASELINE, ALL = "vanilla", "all"
 MOST_POINTS = 1000
@@ -37,14 +37,12 @@ REQUEST = [f.name for f in dataclasses.fields(GenerationConfig) if f.name not in
 
 def option_names(method: str | None = None) -> list[str]:
     """Returns the options of every request (`max_new_tokens` has a flag of its own), and of a method or of all."""
-    kinds = METHODS.values() if method is None else (METHODS[method],)
     names = [name for name in REQUEST if name != "max_new_tokens"]
-    names += [name for kind in kinds for name in kind.names()]
-    if method is not None:
-        names += [CORPUS] if method == "suffix" else []
-        names += [DRAFTER, THETA] if METHODS[method].kinds else []
-        names.append(BATCH)
-    return list(dict.fromkeys(names))
+    if method is None:
+        return list(dict.fromkeys([*names, *(name for kind in METHODS.values() for name in kind.names())]))
+    names += [*METHODS[method].names(), BATCH]
+    names += [CORPUS] if method == "suffix" else []
+    return names + ([DRAFTER, THETA] if METHODS[method].kinds else [])
 
 
 def check_option(shown: str, name: str, method: str | None = None) -> None:
@@ -73,11 +71,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_options(shown: str, pairs: Iterable[str], method: str | None = None) -> dict[str, Any]:
-    """Returns options from `key=value`; dashes in a key read as underscores.
-
-    Raises:
-      ValueError: no such option, or an empty range; the message begins with `shown`.
-    """
+    """Returns options from `key=value`, or raises ValueError with a message that begins with `shown`."""
     options = {}
     for text in pairs:
         name, equals, value = text.partition("=")
@@ -144,11 +138,7 @@ class Row:
         return Row(label, self.method, {**self.options, **options}, sweep)
 
     def points(self, target: str | None = None) -> list[Row]:
-        """Returns the product of its sweeps, with the options for this target.
-
-        Raises:
-          ValueError: too many points, or no value for the target's size; the message names the row.
-        """
+        """Returns the product of its sweeps, with the options for this target."""
         options = for_size(self.options, target, self.label)
         swept = {name: dict.fromkeys(values) for name, values in options.items() if isinstance(values, tuple)}
         if math.prod(map(len, swept.values())) > MOST_POINTS:
@@ -161,11 +151,7 @@ class Row:
         return rows
 
     def config(self, common: GenerationConfig) -> GenerationConfig:
-        """Returns the request, with the run's common options where the row has none.
-
-        Raises:
-          ValueError: a value out of its range; the message names the row.
-        """
+        """Returns the request, with the run's common options where the row has none, checked."""
         fields = {field.name: field for field in dataclasses.fields(METHODS[self.method])}
         # Common options are for the methods that take them.
         values = {name: getattr(common, name) for name in REQUEST}
@@ -174,9 +160,6 @@ class Row:
         config = GenerationConfig(self.method, **values)
         try:
             config.validate()
-            for name in ("ignore_eos", "exact"):
-                if not isinstance(values[name], bool):
-                    raise ValueError(f"{flag_of(name)} {values[name]}: must be true or false")
             for name, value in config.options.items():
                 if value is not None:
                     check_value(fields[name], value)
@@ -192,11 +175,7 @@ VANILLA = Row(BASELINE, BASELINE)
 
 
 def for_size(options: Mapping[str, Any], target: str | None, label: str) -> dict[str, Any]:
-    """Returns the options, those with a value per size of the target (`{7B: 0.5, other: 0.45}`) resolved.
-
-    Raises:
-      ValueError: there is no value for this target; the message names the option and the sizes.
-    """
+    """Returns the options, those with a value per size of the target (`{7B: 0.5, other: 0.45}`) resolved."""
     sizes = re.findall(r"(?<![\d.])(\d+(?:\.\d+)?B)(?![a-z])", str(target), re.IGNORECASE)
     size = sizes[-1].upper() if sizes else None
     resolved = {}
@@ -220,11 +199,7 @@ class RowEntry(CommandOptions):
     sweep: Mapping | None = option(None, "values by option: a list, or text such as 3:20")
 
     def row(self) -> Row:
-        """Returns the row, unexpanded.
-
-        Raises:
-          ValueError: no such option of the method, or values that are no list.
-        """
+        """Returns the row, unexpanded."""
         options = dict(self.options or {})
         for name, values in (self.sweep or {}).items():
             values = parse_value(values) if isinstance(values, str) else values
@@ -244,11 +219,7 @@ def plain_rows() -> dict[str, Row]:
 
 
 def parse_row(text: str, known: Mapping[str, Row], shown: str) -> Row:
-    """Returns the row that `NAME` or `NAME:key=value,...` stands for, `NAME` being a known row.
-
-    Raises:
-      ValueError: no such row or option; the message begins with `shown`.
-    """
+    """Returns the row that `NAME` or `NAME:key=value,...` stands for; messages begin with `shown`."""
     name, _, rest = text.partition(":")
     if name not in known:
         advice = f"write {RENAMED[name]}" if name in RENAMED else f"rows: {', '.join(known)}, or {ALL}"
@@ -290,22 +261,14 @@ def select_rows(
     for text in entries:
         if text != ALL:
             chosen.append(known[text] if text in by_label else parse_row(text, known, f"--methods {text}"))
-    for text in sweeps:
-        row = parse_row(text, known, f"--sweep {text}")
-        if not row.sweep:
-            raise ValueError(f"--sweep {text}: names no values: ROW:key=v1|v2 or ROW:key=FIRST:LAST")
-        chosen.append(row)
+    chosen += [parse_row(text, known, f"--sweep {text}") for text in sweeps]
     if ALL in entries:
         chosen += [dataclasses.replace(known[name], optional=True) for name in METHODS if name not in entries]
     return merge_rows([point for row in chosen for point in row.points(target)])
 
 
 def merge_rows(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows by label, `vanilla` left out.
-
-    Raises:
-      ValueError: two different rows of one label, or no row at all.
-    """
+    """Returns the rows by label, `vanilla` left out; raises ValueError: two of one label differ, or there is none."""
     kept: dict[str, Row] = {}
     for row in rows:
         if row == VANILLA:
@@ -318,13 +281,6 @@ def merge_rows(rows: Iterable[Row]) -> list[Row]:
     if not kept:
         raise ValueError(f"--methods: {BASELINE} is what others are compared with, and always runs; name one beside it")
     return list(kept.values())
-
-
-def changed_options(config: GenerationConfig) -> dict[str, Any]:
-    """Returns the options of a request, `max_new_tokens` apart, that differ from their defaults."""
-    default = GenerationConfig(max_new_tokens=config.max_new_tokens)
-    common = {name: getattr(config, name) for name in REQUEST if getattr(config, name) != getattr(default, name)}
-    return common | {name: value for name, value in config.options.items() if value is not None}
 
 
 def all_options(config: GenerationConfig) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from failfast_jax.bench.answer_log import DIFFERENT, RECORDS, SCORE, AnswerLog
 from failfast_jax.bench.comparison import Comparison, Plan, planned_answers
 from failfast_jax.bench.engine_pool import find_wanted
 from failfast_jax.bench.ray_workers import RayComparison
-from failfast_jax.bench.rows import changed_options
+from failfast_jax.bench.rows import all_options
 from failfast_jax.bench.run_config import RunConfig, add_arguments
 from failfast_jax.bench.summary import write_summary
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, stamp
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import import_optional
@@ -68,16 +69,17 @@ def compare(plan: Plan, out: Path) -> int:
     """Answers and sums up; 1: an output differs beyond a near-tie."""
     config = plan.config
     comparison = Comparison(plan) if config.engine == "local" else RayComparison(plan)
-    facts = comparison.facts()
+    facts = comparison.facts
     log = AnswerLog(out / RECORDS, facts["identity"], facts["machine"])
     comparison.run(log)
     answers = planned_answers(log, plan, comparison.rows)
     if config.scores:
         answers["right"] = scores(comparison, log, answers, plan.datasets)
+    default = all_options(GenerationConfig()) | {"max_new_tokens": None}
     about = {
         "machine": facts["machine"],
         "models": facts["models"] | {name: getattr(config, name) for name in ("dtype", "tensor_parallel", "attention")},
-        "options": {"max_new_tokens": plan.common.max_new_tokens, **changed_options(plan.common)},
+        "options": {name: value for name, value in all_options(plan.common).items() if value != default[name]},
         "repeats": config.repeats,
         "left_out": comparison.left_out,
     }

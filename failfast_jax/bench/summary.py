@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ CALIBRATION = (
     "first token was accepted, and how many tokens were."
 )
 ROLES = {"target": "Target", "drafter": "drafter", "ar_drafter": "autoregressive drafter"}
-OF_BASELINE = ["tokens/s", "speedup", "rounds", "score"]
-"""Columns that `vanilla` has, too: its rounds draft nothing, and it is compared with itself."""
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -125,10 +124,46 @@ def row_names(table: pd.DataFrame, rows: Sequence[Row]) -> tuple[dict[str, str],
 
 # -- text ------------------------------------------------------------------------------------------------------------
 
+CELLS = {
+    "tokens/s": "{tokens_per_s:.1f}",
+    "speedup": "{speedup:.2f}",
+    "by question: median (quartiles; extremes)": "{prompt_speedup[median]:.2f} ({prompt_speedup[low]:.2f} to "
+    "{prompt_speedup[high]:.2f}; {prompt_speedup[min]:.2f} to {prompt_speedup[max]:.2f})",
+    "acceptance": "{acceptance_rate:.0%}",
+    "accepted / speculated a round": "{accepted_per_round:.2f} / {drafted_per_round:.1f}",
+    "tau (accepted + 1)": "{tau:.2f}",
+    "rows verified a round": "{verified_per_round:.1f}",
+    "longest": "{max_accepted:.0f} / {max_drafted:.0f}",
+    "rounds": "{rounds_per_answer:.1f}",
+    "passes/round": "{passes_per_round:.2f}",
+    "equal / near-tie / different": "{verdicts[equal]} / {verdicts[near-tie]} / {verdicts[different]}",
+    "score": "{score:.0%}",
+}
+OF_BASELINE = ("tokens/s", "speedup", "rounds", "score")
+"""Columns that `vanilla` has, too: its rounds draft nothing, and it is compared with itself."""
+OF_SWEEPS = ("speedup", *list(CELLS)[2:5], "passes/round")
+BIN = "{count}: mean {confidence:.2f}, first token {first_accepted:.0%}, accepted {accepted:.2f}"
 
-def shown(values: pd.Series, digits: int = 2, scale: float = 1, unit: str = "") -> pd.Series:
-    """Returns numbers as text; a dash for NaN."""
-    return values.map(lambda value: "-" if pd.isna(value) else f"{scale * value:.{digits}f}{unit}").astype(str)
+
+def nested(table: pd.DataFrame, missing: Any = None) -> dict[Any, dict[str, Any]]:
+    """Returns a table's lines by index, JSON-ready; `a.b` stands as `b` in `a`, and `missing` for NaN."""
+    lines: dict[Any, dict[str, Any]] = {}
+    for label, values in table.to_dict("index").items():
+        line = lines[label] = {}
+        for name, value in values.items():
+            outer, _, inner = name.rpartition(".")
+            place = line.setdefault(outer, {}) if outer else line
+            place[inner] = missing if pd.isna(value) else value
+    return lines
+
+
+def cells(table: pd.DataFrame, columns: Iterable[str] = CELLS) -> pd.DataFrame:
+    """Returns columns of the summary, as text, from `totals`; a dash for NaN."""
+    lines = nested(table, missing=math.nan)
+    text = {name: {label: CELLS[name].format(**line) for label, line in lines.items()} for name in columns}
+    for name in text.keys() - OF_BASELINE:
+        text[name] |= {BASELINE: "-"} if BASELINE in lines else {}
+    return pd.DataFrame(text).replace(["nan", "nan%"], "-")
 
 
 def to_markdown(table: pd.DataFrame, corner: str) -> str:
@@ -136,66 +171,10 @@ def to_markdown(table: pd.DataFrame, corner: str) -> str:
     return table.rename_axis(corner).to_markdown(disable_numparse=True)
 
 
-def cells(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns `totals` as text, in the columns of the summary."""
-    percent = {"digits": 0, "scale": 100, "unit": " %"}
-    spread = {name: shown(table[f"prompt_speedup.{name}"]) for name in SPREAD}
-    text = pd.DataFrame({"tokens/s": shown(table.tokens_per_s, 1), "speedup": shown(table.speedup)})
-    text["by question: median (quartiles; extremes)"] = (
-        spread["median"]
-        + " ("
-        + spread["low"]
-        + " to "
-        + spread["high"]
-        + "; "
-        + spread["min"]
-        + " to "
-        + spread["max"]
-        + ")"
-    )
-    text["acceptance"] = shown(table.acceptance_rate, **percent)
-    text["accepted / speculated a round"] = shown(table.accepted_per_round) + " / " + shown(table.drafted_per_round, 1)
-    text["tau (accepted + 1)"] = shown(table.tau)
-    text["rows verified a round"] = shown(table.verified_per_round, 1)
-    text["longest"] = shown(table.max_accepted, 0) + " / " + shown(table.max_drafted, 0)
-    text["rounds"] = shown(table.rounds_per_answer, 1)
-    text["passes/round"] = shown(table.passes_per_round)
-    verdicts = [table[f"verdicts.{verdict}"].astype(str) for verdict in VERDICTS]
-    text["equal / near-tie / different"] = verdicts[0] + " / " + verdicts[1] + " / " + verdicts[2]
-    text["score"] = shown(table.score, **percent)
-    text.loc[text.index == BASELINE, [name for name in text if name not in OF_BASELINE]] = "-"
-    return text
-
-
-def fastest(table: pd.DataFrame, labels: Iterable[str], names: Mapping[str, str]) -> str:
-    """Returns a sentence on the fastest row and, if it is another, the faster of `auto` and `failfast`.
-
-    The time of an answer is rounds times seconds per round: the two say where it goes.
-    """
-    table = table.loc[[label for label in labels if label != BASELINE]]
-    best = table.speedup.idxmax()
-
-    def described(label: str) -> str:
-        row = table.loc[label]
-        return (
-            f"`{names[label]}` {row.speedup:.2f} x: {row.rounds_per_answer:.1f} rounds an answer, "
-            f"{1e3 * row.decode_s / row.rounds:.1f} ms and {row.passes_per_round:.2f} drafter passes a round"
-        )
-
-    if table.speedup[best] < 1:
-        return f"None is faster than plain decoding. The fastest is {described(best)}."
-    ours = [label for label in table.index if label.partition(":")[0] in ("auto", "failfast")]
-    other = table.speedup[ours].idxmax() if ours else best
-    return f"Fastest: {described(best)}" + (f"; against that {described(other)}." if other != best else ".")
-
-
 def sweep_table(table: pd.DataFrame, points: Sequence[str], best: str) -> str:
     """Returns the points of a sweep as Markdown, the best one in bold, and which of them only noise tells apart."""
     table = table.loc[list(points)]
-    text = cells(table)
-    text.insert(1, "median", shown(table["prompt_speedup.median"]))
-    columns = ["speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
-    page = to_markdown(text[columns].rename(index={best: f"**{best}**"}), "row")
+    page = to_markdown(cells(table, OF_SWEEPS).rename(index={best: f"**{best}**"}), "row")
     counts = ["rounds_per_answer", "accepted_per_round", "drafted_per_round", "passes_per_round"]
     alike = [labels for labels in table.groupby(counts, sort=False).groups.values() if len(labels) > 1]
     groups = "; ".join(", ".join(f"`{label}`" for label in labels) for labels in alike)
@@ -206,36 +185,17 @@ def confidence_tables(by_row: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns `calibrations` as Markdown: rounds by confidence, a column per row, and acceptance by position."""
     bins, positions = {}, {}
     for name, found in by_row.items():
-        rounds = found["rounds"]
-        text = rounds["count"].astype(str) + ": mean " + shown(rounds.confidence)
-        text += ", first token " + shown(rounds.first_accepted, 0, 100, " %") + ", accepted " + shown(rounds.accepted)
-        bins[name] = text.where(rounds["count"] > 0, "-").tolist()
+        bins[name] = [BIN.format(**line) if line["count"] else "-" for line in found["rounds"].to_dict("records")]
         bins[name].append(f"{found['ece']:.3f} over {found['tokens']['count'].sum()} tokens")
         positions[name] = found["positions"].set_index("position").accepted
     index = [f"{n / BINS:.1f}-{(n + 1) / BINS:.1f}" for n in range(BINS)]
     table = pd.DataFrame(bins, index=[*index, "calibration error of all judged tokens"])
-    reached = pd.DataFrame(positions).T
-    reached = reached[[p for p in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if p in reached]]
-    reached = reached.apply(shown, args=(0, 100, " %"))
-    return [
-        to_markdown(table, "first token's confidence: rounds"),
-        to_markdown(reached, "accepted up to position"),
-    ]
+    reached = pd.DataFrame(positions).T.filter([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+    reached = reached.map("{:.0%}".format).replace("nan%", "-")
+    return [to_markdown(table, "first token's confidence: rounds"), to_markdown(reached, "accepted up to position")]
 
 
 # -- the summary -----------------------------------------------------------------------------------------------------
-
-
-def nested(table: pd.DataFrame) -> dict[Any, dict[str, Any]]:
-    """Returns a table's lines by index, JSON-ready; `a.b` stands as `b` in `a`, NaN as None."""
-    lines: dict[Any, dict[str, Any]] = {}
-    for label, values in table.to_dict("index").items():
-        line = lines[label] = {}
-        for name, value in values.items():
-            outer, _, inner = name.rpartition(".")
-            place = line.setdefault(outer, {}) if outer else line
-            place[inner] = None if pd.isna(value) else value
-    return lines
 
 
 def of_dataset(
@@ -252,7 +212,6 @@ def of_dataset(
     by_row = calibrations(answers, names)
     parts = [f"## {dataset.name}: {len(dataset.questions)} questions"]
     parts.append(to_markdown(cells(table.loc[list(names)]).rename(index=names), "method"))
-    parts.append(fastest(table, names, names))
     for sweep, points in sweeps.items():
         parts += [f"Sweep `{sweep}`; in bold the fastest:", sweep_table(table, **points)]
     parts += [CALIBRATION, *confidence_tables(by_row)] if by_row else []

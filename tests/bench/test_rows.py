@@ -119,7 +119,6 @@ def test_bad_methods(methods, message):
     [
         ("3:20", "tau=1", "--sweep 3:20: there is no such row"),
         ("slow:tau=1|2", "tau=1", "--sweep slow:tau=1|2: there is no such row"),
-        ("failfast:tau=1", "tau=1", "--sweep failfast:tau=1: names no values"),
         ("failfast:speed=1|2", "tau=1", "--sweep failfast:speed=1|2: there is no option 'speed'"),
         ("failfast:tau=0|1", "wide:tau=1", "--set wide:tau=1: there is no such row; rows: failfast"),
         ("failfast:tau=0|1", "failfast:speed=1", "--set failfast:speed=1: there is no option 'speed' of failfast"),

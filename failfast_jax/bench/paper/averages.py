@@ -15,7 +15,6 @@ import pandas as pd
 from failfast_jax.bench.paper.released_passes import released_rounds
 from failfast_jax.bench.paper.speedup_model import Latency, is_priced
 from failfast_jax.bench.rows import BASELINE
-from failfast_jax.bench.summary import shown
 from failfast_jax.public_data.acceptance_law import appendix_b, papers_speedup, published_for
 
 PAPERS = AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = ("AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast")
@@ -218,6 +217,11 @@ DETAILS = (
 POOLED = ("acceptance", "accepted", "speculated", "passes")
 
 
+def shown(values: pd.Series, digits: int = 2, scale: float = 1) -> pd.Series:
+    """Returns numbers as text; a dash for NaN."""
+    return values.map(lambda value: "-" if pd.isna(value) else f"{scale * value:.{digits}f}")
+
+
 def by_dataset(run: PaperRun, figures: pd.DataFrame, name: str) -> pd.DataFrame:
     """Returns one figure with a line per row and a column per dataset, and their mean if none is missing."""
     column = figures[name] if name in figures else pd.Series(dtype=float, index=figures.index)
@@ -233,18 +237,9 @@ def with_published(run: PaperRun, figures: pd.DataFrame, name: str, digits: int,
     return ours.apply(shown, args=(digits, scale)) + brackets
 
 
-def table_of(parts: Mapping[str, pd.DataFrame], head: str, by_row: bool = False) -> str:
-    """Returns several tables of text as one, in Markdown, with the key of each as second column.
-
-    Args:
-      head: of that column.
-      by_row: sorts by row, and not by table.
-    """
-    whole = pd.concat(parts, names=[head, "row"])
-    if by_row:
-        order = {row: at for at, row in enumerate(next(iter(parts.values())).index)}
-        whole = whole.sort_index(level="row", key=lambda rows: rows.map(order), sort_remaining=False, kind="stable")
-    whole = whole.rename(columns=DATASET_NAMES).reset_index()
+def table_of(parts: Mapping[str, pd.DataFrame], head: str) -> str:
+    """Returns several tables of text as one, in Markdown; the key of each stands in the second column, `head`."""
+    whole = pd.concat(parts, names=[head, "row"]).rename(columns=DATASET_NAMES).reset_index()
     whole.insert(1, head, whole.pop(head))
     return whole.to_markdown(index=False, disable_numparse=True)
 
@@ -280,4 +275,4 @@ def details(run: PaperRun) -> str:
         for text, name, *form in DETAILS
         if name in POOLED
     }
-    return table_of(parts, "metric", by_row=True)
+    return table_of(parts, "metric")

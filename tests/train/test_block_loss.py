@@ -14,6 +14,7 @@ from training_runs import LENGTH, differing_keys
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark, save_dspark
+from failfast_jax.models.sharding import Execution
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.documents import batches
 from failfast_jax.train.train_config import TrainConfig
@@ -54,6 +55,7 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
 
     def plain(trainable):
         model, total, weights = objective.model(trainable), 0.0, 0.0
+        model.execution = Execution(kernel="reference")  # which can be differentiated
         for b, a in np.ndindex(2, 2):
             anchor, prefix = int(anchors[b, a]), int(known[b, a])
             text = [int(t) for t in tokens[b, anchor : anchor + 4]]

@@ -102,6 +102,7 @@ _block = functools.partial(_setting, families=BLOCKS)
 _dspark = functools.partial(_setting, families=DSPARK)
 _masked = functools.partial(_setting, families=MASKED)
 _diffusion = functools.partial(_setting, families=DIFFUSION)
+_unknown = functools.partial(_setting, families=(*BLOCKS, *DIFFUSION))
 _optimizer = functools.partial(_setting, group="optimisation")
 _run = functools.partial(_setting, group="the run", learned=False)
 
@@ -120,9 +121,7 @@ class TrainConfig:
     target: str | None = _model(None, "model to draft for; default: SmolLM2-135M-Instruct", "P")
     family: str = _model("dspark", "kind of drafter", choices=FAMILIES, flag={"type": _family})
     layers: str | None = _model(None, "target layers to start from; default: the last two, all (standalone)", "i,j")
-    start: str | None = _model(
-        None, "continue from this drafter, adding heads that it lacks (dspark), or this model (diffusion)", "P"
-    )
+    start: str | None = _model(None, "continue from this drafter, adding heads (dspark), or model (diffusion)", "P")
 
     seq_len: int = _data(320, "documents are cut to this many tokens", "L", least=8)
     held_out: int = _data(64, "documents never trained on", least=1)
@@ -132,8 +131,7 @@ class TrainConfig:
     row_features: str | None = _block(
         None,
         "this project's network: target layers that enter each row; without numbers: 1/3, 2/3, last",
-        "i,j",
-        flag={"nargs": "?", "const": THIRDS},
+        flag={"metavar": "i,j", "nargs": "?", "const": THIRDS},
         by_start=True,
     )
     no_fit: bool = _block(False, "with --row-features: a random start, not a ridge regression", by_start=True)
@@ -145,7 +143,7 @@ class TrainConfig:
     draft_vocab: int = _block(0, "draft only the n most frequent tokens of the answers; 0: all", least=0, by_start=True)
     anchors: int = _block(64, "blocks per document and step", least=1)
     features: str | None = _block(
-        None, "target layers whose outputs it reads; default: five, evenly spread", "i,j", by_start=True
+        None, "target layers that it reads; default: five, evenly spread", "i,j", by_start=True
     )
     feature_cache: Path | None = _block(None, "folder: compute the target's features once", "DIR")  # noqa: RUF009
     cache_layers: str | None = _block(None, "further target layers to store, for other runs", "i,j", learned=False)
@@ -153,15 +151,9 @@ class TrainConfig:
     markov: str = _dspark("vanilla", "kind of the Markov head", choices=MARKOV_HEADS)
     markov_rank: int = _dspark(256, "size of its vectors", least=1)
     confidence_weight: float = _dspark(1.0, "weight of the confidence head's loss; 0: no such head", least=0)
-    confidence_for: str = _dspark(
-        "sampled", "acceptance that the head predicts: rejection sampling's or greedy", choices=("sampled", "greedy")
-    )
-    mask_token: int | None = _setting(
-        None,
-        "id for an unknown token; default: one that no text has",
-        "ID",
-        families=(*BLOCKS, *DIFFUSION),
-        by_start=True,
+    confidence_for: str = _dspark("sampled", "kind of acceptance that the head predicts", choices=("sampled", "greedy"))
+    mask_token: int | None = _unknown(
+        None, "id for an unknown token; default: one that no text has", "ID", by_start=True
     )
     position_decay: float = _setting(
         3.0, "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True
@@ -171,11 +163,9 @@ class TrainConfig:
     draft_fraction: float = _masked(0.5, "share of blocks that look like drafting (mixed)", least=0, most=1)
     no_complementary: bool = _masked(False, "one mask per document, without its complement")
     block_start: str = _masked(
-        "clean", "block that predicts the next one's first token (noised: as released)", choices=BLOCK_STARTS
+        "clean", "block before a block's first token (noised: as released)", choices=BLOCK_STARTS
     )
-    mask_logit: str = _masked(
-        "hidden", "the mask token in the softmax (scored: as released)", choices=("hidden", "scored")
-    )
+    mask_logit: str = _masked("hidden", "the mask in the softmax (scored: as released)", choices=("hidden", "scored"))
     packing: str = _diffusion(
         "none",
         "one document per row; several, each seeing those before it (stream: as released) or only itself (separate)",
@@ -264,14 +254,14 @@ class TrainConfig:
         of_preset = preset.get("family", family)
         require(family == of_preset, f"--family {family}", f"--preset {flags['preset']} is of --family {of_preset}")
         start = _start_config(family, values)
+        decided = {field.name for field in settings() if field.metadata["option"].by_start and start is not None}
+        decided |= {"markov", "markov_rank"} if start is not None and start.markov is not None else set()
         for field in settings():
             if field.name in values:
-                about, shown = field.metadata["option"], _shown(field.name, values[field.name])
-                takers = ", ".join(about.families)
-                require(family in about.families, shown, f"--family {family} has no such option, only {takers}")
-                markov = start is not None and start.markov is not None and field.name in ("markov", "markov_rank")
-                decided = markov or (start is not None and about.by_start)
-                require(not decided, shown, f"the drafter of --start {values.get('start')} decides it")
+                shown, takers = _shown(field.name, values[field.name]), field.metadata["option"].families
+                problem = f"--family {family} has no such option, only {', '.join(takers)}"
+                require(family in takers, shown, problem)
+                require(field.name not in decided, shown, f"the drafter of --start {values.get('start')} decides it")
         needless = start is not None or values.get("freeze") != BACKBONE
         require(needless, f"--freeze {BACKBONE}", f"needs --start, the drafter whose {BACKBONE} stays as it is")
         values = preset | values

@@ -1,6 +1,6 @@
-"""Fast-dLLM v2's training objective written out anew, over a checkpoint's own tensors: one transformer over a noised
-and a clean half, an explicit mask, a shift of the noised half's logits. NumPy alone, in float64; it shares no code with
-the package, and its derivatives are differences."""
+"""The objective of block diffusion written out anew, over a checkpoint's own tensors: one transformer over a noised
+and a clean half, an explicit mask, a shift of the logits. NumPy alone, in float64; it shares no code with the package,
+and its derivatives are differences."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def rms_norm(x, weight, eps: float):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def hidden_states(tensors, config, tokens):
-    """After the final norm, `[B, 2 L, E]`."""
+def hidden_states(tensors, config, tokens, visible):
+    """After the final norm, `[B, 2 L, E]`; `visible` `[B, 2 L, 2 L]`."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    visible = attention_mask(tokens.shape[1] // 2, config.block_size)
     x = tensors["model.embed_tokens.weight"][tokens]
     for number in range(config.num_layers):
         layer = {
@@ -56,7 +55,7 @@ def hidden_states(tensors, config, tokens):
         )
         q, k = rotate(q, config.rope.theta), rotate(k, config.rope.theta)
         k, v = (np.repeat(part, heads // kv_heads, axis=2) for part in (k, v))
-        scores = np.where(visible, np.einsum("bqhd,bkhd->bhqk", q, k, optimize=True) / np.sqrt(size), -np.inf)
+        scores = np.where(visible[:, None], np.einsum("bqhd,bkhd->bhqk", q, k, optimize=True) / np.sqrt(size), -np.inf)
         mixed = np.einsum("bhqk,bkhd->bqhd", softmax(scores), v, optimize=True)
         x = x + mixed.reshape(*y.shape[:2], -1) @ layer["self_attn.o_proj.weight"].T
         y = rms_norm(x, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
@@ -65,26 +64,54 @@ def hidden_states(tensors, config, tokens):
     return rms_norm(x, tensors["model.norm.weight"], config.rms_norm_eps)
 
 
-def released_loss(tensors, config, tokens, labelled, masked):
-    """The mean cross-entropy of masked answers and, in a second view of each row, of those not masked in the first.
+def masked_loss(tensors, config, tokens, masked, *, live=None, own_end=True, decay=0.0, teacher=None, kl=0.0):
+    """The weighted mean of cross-entropy, and of KL(teacher || model), at masked positions. The defaults are those of
+    Fast-dLLM v2's released code: all weigh the same, the mask token is scored, and the noised half is shifted whole.
 
     Args:
-      tokens: `[B, L]`; labelled: which of them are answers; masked: the first view's draws, of any positions.
+      tokens: `[B, L]`; masked: `[C B, L]`, C views of each.
+      live: tokens of each text that others see; None: all.
+      own_end: whether a block's first token is predicted by the noised block before it. Otherwise it is by the clean
+        one, and nothing predicts the mask token.
+      teacher: logits `[B, L, T]`.
     """
-    noised, labels = [], []
-    for draws in (masked, ~masked):
-        hidden = draws & labelled
-        noised.append(np.where(hidden, config.mask_token_id, tokens))
-        labels.append(np.where(hidden, tokens, -100))
-    noised, labels = np.concatenate(noised), np.concatenate(labels)
-    hidden = hidden_states(tensors, config, np.concatenate([noised, np.concatenate([tokens, tokens])], axis=1))
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    logits = hidden[:, : tokens.shape[1]] @ head.T
-    # Row i - 1 is the prediction of token i, across blocks, too; nothing predicts the first.
-    scores, labels = np.log(softmax(logits[:, :-1])), labels[:, 1:]
-    counted = labels != -100
-    picked = np.take_along_axis(scores, np.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
-    return -np.sum(np.where(counted, picked, 0.0)) / counted.sum()
+    copies, length = len(masked) // len(tokens), tokens.shape[1]
+    clean = np.tile(tokens, (copies, 1))
+    visible = np.tile(attention_mask(length, config.block_size), (len(clean), 1, 1))
+    if live is not None:
+        visible &= (np.arange(2 * length) % length < np.tile(live, copies)[:, None])[:, None]
+    noised = np.where(masked, config.mask_token_id, clean)
+    hidden = hidden_states(tensors, config, np.concatenate([noised, clean], axis=1), visible)
+    # Row i - 1 is the prediction of token i; nothing predicts the first.
+    rows, clean_rows = np.roll(hidden[:, :length], 1, axis=1), np.roll(hidden[:, length:], 1, axis=1)
+    if not own_end:
+        rows[:, :: config.block_size] = clean_rows[:, :: config.block_size]
+    logits = rows @ tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).T
+    if not own_end:
+        logits[..., config.mask_token_id] = -1e9
+    scores = np.log(np.maximum(softmax(logits), 1e-300))
+    terms = -(1 - kl) * np.take_along_axis(scores, clean[..., None], axis=-1)[..., 0]
+    if kl:
+        p = softmax(np.roll(np.tile(teacher, (copies, 1, 1)), 1, axis=1)[..., : config.mask_token_id].astype(float))
+        terms += kl * (p * (np.log(p) - scores[..., : config.mask_token_id])).sum(-1)
+    rank = masked.reshape(len(masked), -1, config.block_size).cumsum(-1).reshape(masked.shape)
+    weight = masked * (np.exp((1 - rank) / decay) if decay else 1.0)
+    return (weight * terms).sum() / weight.sum()
+
+
+def assert_gradients(gradients: Mapping[str, np.ndarray], loss, tensors: Mapping[str, np.ndarray]) -> None:
+    """Compares the gradient of each tensor along three random directions, and where it is largest."""
+    assert gradients.keys() == tensors.keys()
+    rng = np.random.default_rng(0)
+    for name, gradient in gradients.items():
+        scale = float(np.abs(gradient).max())
+        assert scale > 1e-5, name
+        largest = np.zeros(gradient.shape)
+        largest.flat[np.abs(gradient).argmax()] = 1
+        for way in (*rng.normal(size=(3, *gradient.shape)), largest):
+            way = way / np.linalg.norm(way)
+            wanted = derivative(loss, tensors, name, way)
+            np.testing.assert_allclose((gradient * way).sum(), wanted, atol=1e-5 * scale, rtol=1e-5, err_msg=name)
 
 
 def derivative(loss, tensors: Mapping[str, np.ndarray], name: str, direction: np.ndarray, step: float = 1e-4) -> float:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_texts import BLOCK, MASK, WIDTH, draw, model, quick_jit, random_tokens, visible
+from block_texts import BLOCK, MASK, WIDTH, draw, model, quick_jit, random_tokens
+from released_reference import assert_gradients, masked_loss
 from tiny_models import VOCAB, committed, random_model, tiny_config
+from training_runs import hf_tensors, parameters
 
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.block_diffusion import Wide
-from failfast_jax.kernels.plain_attention import rotated_heads
-from failfast_jax.models.rope import rotary
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.diffusion_loss import HEAD_CHUNK, loss
 from failfast_jax.train.train_config import TrainConfig
@@ -33,25 +33,6 @@ def text_batch(teacher: int | None = None) -> dict[str, np.ndarray]:
     return batch
 
 
-def dense_pair(model: Decoder, noised, clean, live) -> tuple[jax.Array, jax.Array]:
-    """`forward_pair` as one ordinary transformer over the joined copies; `live` is one number a text."""
-    copies, length = noised.shape
-    config = model.config
-    clean = jnp.tile(clean, (copies // clean.shape[0], 1))
-    mask = np.stack([visible(length, config.block_size, int(n)) for n in np.tile(live, copies // len(live))])
-    cos, sin = rotary(config, jnp.tile(jnp.arange(length), 2)[None])
-    x = model.embed[...][jnp.concatenate([noised, clean], axis=1)]
-    for layer in model.layers:
-        q, k, v = rotated_heads(layer.attention.heads(layer.input_norm(x)), cos, sin)
-        k, v = (jnp.repeat(y, config.num_heads // config.num_kv_heads, axis=2) for y in (k, v))
-        scores = jnp.einsum("bqnh,btnh->bnqt", q, k) * config.head_dim**-0.5
-        weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
-        x = x + layer.attention.output(jnp.einsum("bnqt,btnh->bqnh", weights, v))
-        x = x + layer.mlp(layer.post_norm(x))
-    x = model.norm(x)
-    return x[:, :length], x[:, length:]
-
-
 def corrupted_batch(model: Decoder, batch, key, options: TrainConfig):
     """Returns the draws of `loss`: clean tokens with masks for padding, noised ones, and where these are masked."""
     columns, lengths = np.arange(batch["tokens"].shape[1]), batch["length"][:, None]
@@ -63,36 +44,6 @@ def corrupted_batch(model: Decoder, batch, key, options: TrainConfig):
 
 def whole_blocks(lengths: np.ndarray) -> np.ndarray:
     return -(-lengths // BLOCK) * BLOCK
-
-
-def dense_value_and_grad(model: Decoder, batch, key, options: TrainConfig):
-    """`loss` from a list of labels built in Python, and its gradients. Only `corrupt` is shared with it."""
-    tokens, noised, masked = corrupted_batch(model, batch, key, options)
-    live = whole_blocks(batch["length"])
-    sources, labels, weights, teacher = [], [], [], []
-    for b, row in enumerate(masked):
-        for i in np.nonzero(row)[0]:
-            rank = row[i // BLOCK * BLOCK : i + 1].sum()
-            sources.append((int(i % BLOCK == 0), b, i - 1))  # 0: the noised copy, 1: the clean one
-            labels.append(tokens[b % len(tokens), i])
-            gamma = options.position_decay
-            weights.append(np.exp(-(rank - 1) / gamma) if gamma else 1.0)
-            if options.kl_weight:
-                logits = batch["teacher_logits"][b % len(tokens), i - 1].astype(np.float64)[:MASK]
-                teacher.append(np.exp(logits) / np.exp(logits).sum())
-    index, weights = tuple(np.transpose(sources)), np.asarray(weights, np.float32)
-    weights /= weights.sum()
-
-    def value(model):
-        rows = jnp.stack(dense_pair(model, noised, tokens, live))[index]
-        scores = jax.nn.log_softmax(model.logits_of(rows).at[:, MASK].set(-jnp.inf))
-        terms = -(1 - options.kl_weight) * scores[np.arange(len(labels)), np.asarray(labels)]
-        if options.kl_weight:
-            p = np.asarray(teacher)
-            terms += options.kl_weight * jnp.sum(p * (np.log(p) - scores[:, :MASK]), axis=-1)
-        return jnp.sum(weights * terms)
-
-    return quick_jit(jax.value_and_grad(value))(model)
 
 
 value_and_grad = quick_jit(jax.value_and_grad(loss, has_aux=True), static_argnums=3, static_argnames="head_chunk")
@@ -121,17 +72,24 @@ OPTIONS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradients_equal_the_dense_reference(name):
-    options = OPTIONS[name]
+    options, net = OPTIONS[name], model()
     batch, key = text_batch(VOCAB if options.kl_weight else None), jax.random.key(2)
-    _, _, masked = corrupted_batch(model(), batch, key, options)
+    tokens, _, masked = corrupted_batch(net, batch, key, options)
+    (value, metrics), gradients = value_and_grad(net, batch, key, options)
+    terms = {"live": whole_blocks(batch["length"]), "own_end": False, "decay": options.position_decay}
+    terms |= {"teacher": batch.get("teacher_logits"), "kl": options.kl_weight}
+
+    def dense(tensors: dict[str, np.ndarray]) -> float:
+        return masked_loss(
+            tensors, net.config, tokens, masked, live=whole_blocks(batch["length"]), own_end=False, **terms
+        )
+
+    tensors = hf_tensors(parameters(net), net.config)
+    np.testing.assert_allclose([value, metrics["loss"]], dense(tensors), rtol=1e-5)
+    share, kl = options.kl_weight, metrics.get("kl", 0.0)
+    np.testing.assert_allclose(value, (1 - share) * metrics["cross_entropy"] + share * kl, rtol=1e-6)
+    assert_gradients(hf_tensors(parameters(gradients), net.config), dense, tensors)
     blocks = masked.reshape(len(masked), -1, BLOCK).any(-1)
-    (got, metrics), gradients = value_and_grad(model(), batch, key, options)
-    expected, expected_gradients = dense_value_and_grad(model(), batch, key, options)
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
-    share, kl = options.kl_weight, metrics["kl"] if options.kl_weight else 0.0
-    np.testing.assert_allclose(got, (1 - share) * metrics["cross_entropy"] + share * kl, rtol=1e-6)
-    assert_gradients_close(gradients, expected_gradients)
     assert metrics["labels"] == masked.sum() and metrics["firsts"] == blocks.sum()
 
 

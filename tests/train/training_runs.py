@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file
 from tiny_models import VOCAB, diffusion_config, random_dspark, random_extended, random_model, tiny_config
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast
+from failfast_jax.checkpoints import parameter_map
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import initial
@@ -58,6 +60,12 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 def parameters(net) -> dict:
     return {name: leaf[...] for name, leaf in Skeleton.of(net).leaves.items()}
+
+
+def hf_tensors(params: dict, config) -> dict[str, np.ndarray]:
+    """A decoder's parameters, or gradients, by path as a checkpoint's tensors in float64."""
+    tensors = parameter_map.stored_tensors(parameter_map.HF_TABLE, jax.device_get(params), config)
+    return {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
 
 
 def make_batches(family: str, documents, batch: int):

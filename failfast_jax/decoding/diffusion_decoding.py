@@ -167,6 +167,9 @@ def blocks_to_write(
 ) -> tuple[int, int]:
     """Returns the number of blocks to write, and the end of the longest output as a position.
 
+    Example, for blocks of 32, a prompt of 40 tokens and 64 new ones: 3 blocks, to position 104; released with a token
+    shift 2 blocks (57 tokens, to 97), without it 3 (to 128).
+
     Args:
       released: as many blocks as the models' own code writes, with the one at the prompt's end if it is not full. With
         a token shift these are `max_new_tokens // D` and one token after the last, without it as many as hold all of

@@ -94,7 +94,9 @@ class CongestionWindow(StopRule):
 
     A window bounds the draft: one that was accepted whole multiplies it by `increase`; after any other it is what was
     accepted. The memory is the window of each sequence, `[B]`. In the authors' early code `first` is 10, `least` 8,
-    `increase` 1.8 and `most` 30. All but `increase`, a factor, are in tokens.
+    `increase` 1.8 and `most` 30. All but `increase`, a factor, are in tokens. Example, in chunks of 10:
+
+        drafted 10, accepted 10 -> window 18, so 20 are drafted;  12 of them accepted -> 12;  3 of 20 -> 8, the least
     """
 
     first: Int[ArrayLike, ""]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import drafters
@@ -23,7 +22,6 @@ from failfast_jax.decoding.diffusion_decoding import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.default_pair import drafter_for, found_models
 from failfast_jax.drafters import DIFFUSION_METHOD
-from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.generation_config import GenerationConfig
@@ -341,19 +339,9 @@ class FailFast:
             capacity=capacity,
             threshold=options.threshold_for(model),
             released_length=released,
-            graph=self._draft_graph(options, model, static["small_block"]),
+            graph=options.states_for(model, self.target_name, static["small_block"]),
             **static,
         )
-
-    def _draft_graph(self, options: DllmOptions, model: Decoder, small_block: int) -> np.ndarray | None:
-        """The draft states of `--spiffy`.
-
-        Raises:
-          OptionError: no calibrated graph is there, or one for other blocks or with fewer states.
-        """
-        if not options.spiffy:
-            return None if options.spiffy is None else np.zeros((0, small_block), np.int32)
-        return options.read_graph(self.target_name).states(options.spiffy, model.config.block_size, small_block)
 
     @contextlib.contextmanager
     def profile(self, folder: str | os.PathLike) -> Iterator[None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from failfast_jax.checkpoints import draft_graph
 from failfast_jax.checkpoints.draft_graph import DraftGraph
 from failfast_jax.decoding.diffusion_decoding import RANKS
@@ -81,3 +83,13 @@ class DllmOptions(ScheduleOptions):
           OptionError, ConfigError: there is none, or it is damaged.
         """
         return draft_graph.read(self.spiffy_graph or draft_graph.default_file(model_name), model_name, RANKS)
+
+    def states_for(self, model: Decoder, model_name: str, small_block: int) -> np.ndarray | None:
+        """Returns the draft states of `--spiffy` as rows, see `decoding.draft_states`; None without it.
+
+        Raises:
+          OptionError: no calibrated graph is there, or one for other blocks or with fewer states.
+        """
+        if not self.spiffy:
+            return None if self.spiffy is None else np.zeros((0, small_block), np.int32)
+        return self.read_graph(model_name).states(self.spiffy, model.config.block_size, small_block)

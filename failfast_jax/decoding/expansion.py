@@ -43,11 +43,11 @@ class Growth:
     growing: Bool[Array, " B"]
     passes: Int[Array, " B"]
     extras: Extras
-    model: Any
-    """The part of the drafter's state that its passes change: its cache."""
+    state: Any
+    """The drafter's."""
 
     @classmethod
-    def of(cls, begun: Draft, longest: int, extras: Extras, model: Any) -> Growth:
+    def of(cls, begun: Draft, longest: int, extras: Extras, state: Any) -> Growth:
         """Returns begun drafts in buffers for `longest` tokens; none grows yet."""
         spare = ((0, 0), (0, longest - begun.tokens.shape[1]))
         return cls(
@@ -57,7 +57,7 @@ class Growth:
             growing=jnp.zeros_like(begun.length, bool),
             passes=jnp.zeros_like(begun.length),
             extras=extras,
-            model=model,
+            state=state,
         )
 
     def with_chunk(self, new: Chunk) -> Growth:
@@ -113,24 +113,10 @@ class Grow(Drafter):
         """Returns `DraftShape.max_prefix`: tokens of another source have neither distributions nor alternatives."""
         return 0 if self.sampled or self.alternatives else longest
 
-    def look(self, state: Any, committed: Committed, growth: Growth) -> tuple[Chunk, Any]:
+    def look(self, committed: Committed, growth: Growth) -> tuple[Chunk, Any]:
         """Makes one forward pass of the drafter's model over the batch. Returns the tokens that it adds to the drafts,
-        a chunk or a part of one, and the new `growth.model`.
-
-        Args:
-          state: the drafter's, before the first pass.
-          growth: the drafts so far, and in `growth.model` the part of the state that passes change (`carried`).
-        """
+        a chunk or a part of one, and the new `growth.state`."""
         raise NotImplementedError
-
-    def carried(self, state: Any) -> Any:
-        """Returns the part of a state that passes change."""
-        return state
-
-    def restored(self, state: Any, carried: Any) -> Any:
-        """Returns the state after the last pass."""
-        del state
-        return carried
 
     def init(self, batch, capacity):
         return super().init(batch, capacity).replace(memory=self.rule.init(batch))
@@ -159,20 +145,20 @@ class Grow(Drafter):
             return (drafted + self.least <= longest) & (drafted < committed.room)
 
         def grow(growth: Growth) -> Growth:
-            new, model = self.look(state, committed, growth)
-            longer = growth.with_chunk(new).replace(model=model)
+            new, after = self.look(committed, growth)
+            longer = growth.with_chunk(new).replace(state=after)
             added = longer.drafted - begun.length
             whole = (new.count > 0) & ((added % self.spec_len == 0) | (longer.drafted == longest))
             newest = begun.length + (added - 1) // self.spec_len * self.spec_len
             so_far = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
-            stopped = whole & (self.rule.stops(so_far, state.memory) | ~fits(longer.drafted))
+            stopped = whole & (self.rule.stops(so_far, growth.state.memory) | ~fits(longer.drafted))
             if self.ends_at_stop_token:
                 added_columns = jnp.arange(new.tokens.shape[1]) < new.count[:, None]
                 stopped |= (added_columns & is_stop(new.tokens, committed.eos)).any(1)
             return longer.replace(growing=growth.growing & ~stopped)
 
         extras = no_extras(batch, longest, self.vocab_size, **self.extra)
-        start = Growth.of(begun, longest, extras, self.carried(state))
+        start = Growth.of(begun, longest, extras, state)
         start = start.replace(growing=committed.running & fits(begun.length))
         end = jax.lax.while_loop(lambda growth: jnp.any(growth.growing), grow, start)
         draft = Draft(
@@ -182,4 +168,4 @@ class Grow(Drafter):
             passes=end.passes,
             **end.extras,
         )
-        return draft, self.restored(state, end.model)
+        return draft, end.state

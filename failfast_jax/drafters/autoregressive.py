@@ -61,14 +61,13 @@ class Autoregressive(Grow, BlockDrafter):
     def ends_at_stop_token(self) -> bool:
         return not self.sampled
 
-    def look(self, state, committed, growth):
+    def look(self, committed, growth):
         """See `Grow.look`.
 
         The pass reads all tokens before the next position that are new to the model: one, two after a draft that was
         accepted whole, more after rounds without a draft.
         """
-        del state
-        cache, cached = growth.model.cache, growth.model.cached
+        cache, cached = growth.state.cache, growth.state.cached
         front = committed.length + growth.drafted
         new, widest = front - cached, self.widths[-1]
         drafted = jnp.arange(self.max_draft) < growth.drafted[:, None]
@@ -87,5 +86,5 @@ class Autoregressive(Grow, BlockDrafter):
             logits, front[:, None], committed.sampling, self.model.execution, **self.extra
         )
         cached = jnp.where(growth.growing, cached + jnp.minimum(new, widest), cached)
-        model = growth.model.replace(cache=cache, cached=cached)
-        return Chunk(tokens, confidence, (new <= widest).astype(jnp.int32), extras), model
+        state = growth.state.replace(cache=cache, cached=cached)
+        return Chunk(tokens, confidence, (new <= widest).astype(jnp.int32), extras), state

@@ -176,10 +176,10 @@ class Wide(Grow, BlockDrafter):
         lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
         return self.shaped(*lengths, max_prefix=self.prefix(lengths[-1] - self.spec_len))
 
-    def look(self, state, committed, growth):
+    def look(self, committed, growth):
         front = committed.length + growth.drafted
         text = self.masked_text(committed, growth.tokens, growth.drafted)
-        logits, lags, model = self.block_pass(growth.model, text, front, growth.growing)
+        logits, lags, state = self.block_pass(growth.state, text, front, growth.growing)
         positions = front[:, None] + jnp.arange(self.spec_len)
         tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self.extra)
-        return Chunk(tokens, confidence, jnp.where(lags, 0, self.spec_len), extras), model
+        return Chunk(tokens, confidence, jnp.where(lags, 0, self.spec_len), extras), state

@@ -109,18 +109,11 @@ class EagleChain(Grow, EagleDrafter):
     def draft(self, state, committed, begun=None):
         return super().draft(state, committed.replace(running=committed.running & (committed.length > 1)), begun)
 
-    def carried(self, state):
-        return state.cache, state.hidden
-
-    def restored(self, state, carried):
-        return state.replace(cache=carried[0])  # the next round's hidden state comes from `commit`
-
-    def look(self, state, committed, growth):
-        del state
+    def look(self, committed, growth):
         # All drafts that grow have the same length: the first token needs no pass, its hidden state is there.
         longer = jnp.any(growth.growing & (growth.drafted > 0))
-        model = when(longer, functools.partial(self._over_newest, committed, growth), growth.model)
-        logits = self.model.network.logits_of(model[1])[:, None]
+        state = when(longer, functools.partial(self._over_newest, committed, growth), growth.state)
+        logits = self.model.network.logits_of(state.hidden)[:, None]
         if self.sampled:  # distributions are over the target's ids
             nowhere = jnp.full((*logits.shape[:2], self.vocab_size), -jnp.inf)
             logits = nowhere.at[..., self.model.draft_ids].set(logits)
@@ -128,19 +121,16 @@ class EagleChain(Grow, EagleDrafter):
         tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self.extra)
         if not self.sampled:
             tokens = self.model.draft_ids[tokens]
-        return Chunk(tokens, confidence, jnp.ones_like(growth.drafted), extras), model
+        return Chunk(tokens, confidence, jnp.ones_like(growth.drafted), extras), state
 
-    def _over_newest(
-        self, committed: Committed, growth: Growth, carry: tuple[KVCache, Float[Array, "B E"]]
-    ) -> tuple[KVCache, Float[Array, "B E"]]:
-        """The pass over each draft's newest token."""
-        cache, hidden = carry
+    def _over_newest(self, committed: Committed, growth: Growth, state: EagleState) -> EagleState:
+        """The pass over each draft's newest token. `commit` puts the hidden state of final pairs back."""
         newest = jnp.maximum(growth.drafted - 1, 0)  # a draft of no tokens must not touch final pairs
         start = committed.length - 1 + newest
         tokens = jnp.take_along_axis(growth.tokens, newest[:, None], axis=1)
         live = jnp.max(jnp.where(growth.growing, start + 1, 0))
-        out, cache = self.model.network.pairs(self.model.embed[tokens], hidden[:, None], cache, start, live)
-        return cache, out[:, 0]
+        out, cache = self.model.network.pairs(self.model.embed[tokens], state.hidden[:, None], state.cache, start, live)
+        return state.replace(cache=cache, hidden=out[:, 0])
 
 
 @flax.struct.dataclass

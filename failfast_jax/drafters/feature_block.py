@@ -163,20 +163,14 @@ class DSparkDrafter(Grow, FeatureDrafter):
         draft, state = super().draft(self._ready(state, committed), committed, begun)
         return self._cut(draft, 0 if begun is None else begun.length), state
 
-    def carried(self, state):
-        return state.cache
-
-    def restored(self, state, carried):
-        return state.replace(cache=carried)
-
-    def look(self, state, committed, growth):
+    def look(self, committed, growth):
         start = committed.length - 1
         root = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
         known = jnp.concatenate([root, growth.tokens], axis=1)
-        hidden, cache = self._hidden(state, growth, known, start)
+        hidden, cache = self._hidden(growth, known, start)
         tokens, confidence, extras = self._choose(hidden, known, growth.drafted, committed)
         count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
-        return Chunk(tokens, confidence, count, extras), cache
+        return Chunk(tokens, confidence, count, extras), growth.state.replace(cache=cache)
 
     def _cut(self, draft: Draft, given: Int[ArrayLike, "*B"]) -> Draft:
         """Without what follows a token that is not sure; `given` first tokens are another source's."""
@@ -186,7 +180,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
         return draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
 
     def _hidden(
-        self, state: FeatureState, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
+        self, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
     ) -> tuple[Float[Array, "B R E"], KVCache]:
         """Returns hidden states of the root, the drafted tokens, and masks to the end of the block that drafts on."""
         # Block 4, longest draft 8, drafted 3 (d0 d1 d2), M is the mask; row j scores draft token j (`own_row` false):
@@ -199,7 +193,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
         tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
         known_rows = jnp.arange(rows) <= growth.drafted[:, None]
         # Without the barrier XLA would compute what is made of the features in every round, even one without drafts.
-        features, _ = jax.lax.optimization_barrier((state.features, growth.drafted))
+        features, _ = jax.lax.optimization_barrier((growth.state.features, growth.drafted))
         inputs = self.model.network.inputs(self.model.embed, tokens, known_rows, features)
 
         def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
@@ -212,7 +206,7 @@ class DSparkDrafter(Grow, FeatureDrafter):
         widths = sorted({rows, *(round_up(width, ROWS) for width in blocks if round_up(width, ROWS) < rows)})
         needed = jnp.max(jnp.where(growth.growing, used, 0))
         nothing = jnp.zeros((known.shape[0], rows, config.base.hidden_size), self.model.dtype)
-        return narrowest(widths, needed, over, (nothing, growth.model))
+        return narrowest(widths, needed, over, (nothing, growth.state.cache))
 
     def _choose(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"], committed: Committed

@@ -129,11 +129,37 @@ class Suffix(Drafter):
             length=zeros,
             growing=committed.running & (committed.room > 0) & (longest >= self.min_match),
         )
-        vote = jax.lax.while_loop(
-            lambda vote: jnp.any(vote.growing),
-            lambda vote: self._round_of_votes(vote, latest, longest, text, end, committed.room),
-            start,
-        )
+
+        def count_votes(vote: _Vote) -> _Vote:
+            """Drafts one more token: what most places go on with."""
+            at = latest + vote.index
+            # A continuation that reaches the end of the text goes on with the draft.
+            drafted = jnp.clip(at - end[:, None], 0, self.max_draft - 1)
+            following = jnp.where(
+                at < end[:, None],
+                jnp.take_along_axis(text, jnp.clip(at, 0, text.shape[1] - 1), axis=1),
+                jnp.take_along_axis(vote.tokens, drafted, axis=1),
+            )
+            ballots = vote.agrees & (following != SEPARATOR)
+            votes = jnp.sum(ballots[:, None] & (following[:, :, None] == following[:, None]), axis=2) * ballots
+            winner = jnp.argmax(votes, axis=1)[:, None]  # the latest place comes first
+            token = jnp.take_along_axis(following, winner, axis=1)
+            share = votes.max(1) / jnp.maximum(vote.agrees.sum(1), 1)
+            confidence = share * longest / (longest + 1.0)
+            chance = vote.chance * confidence
+            growing = vote.growing & (chance >= self.tau) & (chance > 0)
+            index = vote.index + 1
+            return _Vote(
+                index=index,
+                tokens=vote.tokens.at[:, vote.index].set(token[:, 0]),
+                confidence=vote.confidence.at[:, vote.index].set(confidence),
+                chance=chance,
+                agrees=ballots & (following == token),
+                length=jnp.where(growing, index, vote.length),
+                growing=growing & (index < jnp.minimum(self.max_draft, committed.room)),
+            )
+
+        vote = jax.lax.while_loop(lambda vote: jnp.any(vote.growing), count_votes, start)
         return Draft(tokens=vote.tokens, confidence=vote.confidence, length=vote.length, passes=zeros), state
 
     def _electorate(self, state: SuffixState, end: Int[Array, " B"]) -> tuple[Int[Array, "B voters"], Int[Array, " B"]]:
@@ -146,43 +172,6 @@ class Suffix(Drafter):
             rank = rank.astype(jnp.float32)  # exact up to there; on CPU top_k of integers sorts the whole text
         latest, _ = jax.lax.top_k(rank, min(MOST_PLACES, rank.shape[1]))
         return latest.astype(jnp.int32), longest
-
-    def _round_of_votes(
-        self,
-        vote: _Vote,
-        latest: Int[Array, "B voters"],
-        longest: Int[Array, " B"],
-        text: Int[Array, "B places"],
-        end: Int[Array, " B"],
-        room: Int[Array, " B"],
-    ) -> _Vote:
-        """One more drafted token: what most places go on with."""
-        at = latest + vote.index
-        # A continuation that reaches the end of the text goes on with the draft.
-        drafted = jnp.clip(at - end[:, None], 0, self.max_draft - 1)
-        following = jnp.where(
-            at < end[:, None],
-            jnp.take_along_axis(text, jnp.clip(at, 0, text.shape[1] - 1), axis=1),
-            jnp.take_along_axis(vote.tokens, drafted, axis=1),
-        )
-        ballots = vote.agrees & (following != SEPARATOR)
-        votes = jnp.sum(ballots[:, None] & (following[:, :, None] == following[:, None]), axis=2) * ballots
-        winner = jnp.argmax(votes, axis=1)[:, None]  # the latest place comes first
-        token = jnp.take_along_axis(following, winner, axis=1)
-        share = votes.max(1) / jnp.maximum(vote.agrees.sum(1), 1)
-        confidence = share * longest / (longest + 1.0)
-        chance = vote.chance * confidence
-        growing = vote.growing & (chance >= self.tau) & (chance > 0)
-        index = vote.index + 1
-        return _Vote(
-            index=index,
-            tokens=vote.tokens.at[:, vote.index].set(token[:, 0]),
-            confidence=vote.confidence.at[:, vote.index].set(confidence),
-            chance=chance,
-            agrees=ballots & (following == token),
-            length=jnp.where(growing, index, vote.length),
-            growing=growing & (index < jnp.minimum(self.max_draft, room)),
-        )
 
     def _observe(self, state: SuffixState, text: Array, end: Int[Array, " B"], length: Int[Array, " B"]) -> SuffixState:
         """Takes in what was committed since the last round, or the last `LONGEST_MATCH` tokens, where that is less."""

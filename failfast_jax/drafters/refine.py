@@ -35,8 +35,8 @@ class Refined:
     """Confidence with which each position was filled."""
     masked: Bool[Array, "B N"]
     passes: Int[Array, " B"]
-    model: Any
-    """The drafter's state, of which passes change the cache."""
+    state: Any
+    """The drafter's, of which passes change the cache."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -56,7 +56,7 @@ class Refine(Drafter):
         return self.shaped(self.spec_len)
 
     def score(self, committed: Committed, draft: Refined) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Any]:
-        """Makes one pass: returns the best token of every position, its probability, and the new `draft.model`."""
+        """Makes one pass: returns the best token of every position, its probability, and the new `draft.state`."""
         raise NotImplementedError
 
     def draft(self, state, committed):
@@ -64,7 +64,7 @@ class Refine(Drafter):
         size = (active.shape[0], self.spec_len)
 
         def fill(draft: Refined) -> Refined:
-            tokens, confidence, model = self.score(committed, draft)
+            tokens, confidence, after = self.score(committed, draft)
             if self.steps is None:
                 chosen = to_fill(confidence, draft.masked, self.threshold)
             else:
@@ -75,7 +75,7 @@ class Refine(Drafter):
                 confidence=jnp.where(chosen, confidence, draft.confidence),
                 masked=draft.masked & ~chosen,
                 passes=draft.passes + draft.masked.any(1),
-                model=model,
+                state=after,
             )
 
         begin = Refined(
@@ -83,11 +83,11 @@ class Refine(Drafter):
             confidence=jnp.zeros(size),
             masked=jnp.broadcast_to(active[:, None], size),
             passes=jnp.zeros(size[:1], jnp.int32),
-            model=state,
+            state=state,
         )
         end = jax.lax.while_loop(lambda draft: jnp.any(draft.masked), fill, begin)
         length = jnp.where(active, jnp.minimum(self.spec_len, committed.room), 0)
-        return Draft(tokens=end.tokens, confidence=end.confidence, length=length, passes=end.passes), end.model
+        return Draft(tokens=end.tokens, confidence=end.confidence, length=length, passes=end.passes), end.state
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -97,11 +97,11 @@ class BlockRefine(Refine, BlockDrafter):
     def score(self, committed, draft):
         length = committed.length
         text = place(self.masked_text(committed), length, draft.tokens, ~draft.masked)
-        logits, _, model = self.block_pass(draft.model, text, length, draft.masked.any(1))
+        logits, _, state = self.block_pass(draft.state, text, length, draft.masked.any(1))
         # The row that predicts the first token may end a block, which the next pass has to see again.
-        again = jnp.minimum(model.cached, self.whole_blocks(length))
-        model = model.replace(cached=jnp.where(draft.passes + 1 < self.steps, again, model.cached))
-        return *argmax(logits, confidence=True), model
+        again = jnp.minimum(state.cached, self.whole_blocks(length))
+        state = state.replace(cached=jnp.where(draft.passes + 1 < self.steps, again, state.cached))
+        return *argmax(logits, confidence=True), state
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -119,11 +119,11 @@ class FeatureRefine(Refine, FeatureDrafter):
         spare = ((0, 0), (0, max(rows - 1 - self.spec_len, 0)))
         tokens = jnp.pad(jnp.concatenate([root, draft.tokens], axis=1), spare)[:, :rows]
         known = jnp.pad(jnp.pad(~draft.masked, ((0, 0), (1, 0)), constant_values=True), spare)[:, :rows]
-        inputs = network.inputs(self.model.embed, tokens, known, draft.model.features)
+        inputs = network.inputs(self.model.embed, tokens, known, draft.state.features)
         live = jnp.max(jnp.where(draft.masked.any(1), start + rows, 0))
         block = jnp.full_like(start, config.block_size)
-        hidden, cache = network.block(inputs, draft.model.cache, start, block, live)
+        hidden, cache = network.block(inputs, draft.state.cache, start, block, live)
         drafting = hidden[:, config.own_row : config.own_row + self.spec_len]
         ids, confidence = argmax(self.model.logits(drafting), confidence=True)
         ids = ids if self.model.draft_ids is None else self.model.draft_ids[ids]
-        return ids, confidence, draft.model.replace(cache=cache)
+        return ids, confidence, draft.state.replace(cache=cache)

@@ -145,27 +145,6 @@ class Formats:
         self.file.write_bytes(weights)
         opened(self.folder)
 
-    def index(self, rng: random.Random) -> None:
-        """An index of two parts that lies."""
-        (self.folder / "config.json").write_text(json.dumps(self.config))
-        names = [name for name in self.header if name != "__metadata__"]
-        first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
-        index = {"metadata": {"total_size": len(self.data)}, "weight_map": dict.fromkeys(names, first)}
-        if rng.random() < 0.5:
-            elsewhere = ["../model.safetensors", "/dev/zero", "config.json", "absent", "", "\0", "part\n", second]
-            index["weight_map"][rng.choice(names)] = rng.choice(elsewhere)
-        text = json.dumps(restructured(rng, index) if rng.random() < 0.7 else index).encode()
-        files = {"model.safetensors.index.json": mangled(rng, text, len(text)) if rng.random() < 0.1 else text}
-        files |= {first: self.weights}
-        self.file.unlink(missing_ok=True)
-        for name, content in files.items():
-            (self.folder / name).write_bytes(content)
-        try:
-            opened(self.folder)
-        finally:
-            for name in files:
-                (self.folder / name).unlink()
-
     def gguf_bytes(self, rng: random.Random) -> None:
         """A GGUF header with some bytes damaged."""
         self.gguf.write_bytes(mangled(rng, gguf_bytes(self.metadata, self.tensors, self.gguf_data), 4000))

@@ -92,7 +92,6 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
     return commands | {
         "bytes of a folder": formats.folder_bytes,
         "bytes of GGUF": formats.gguf_bytes,
-        "index of parts": formats.index,
         "structure of config.json": formats.config_json,
         "structure of safetensors": formats.safetensors,
         "structure of GGUF": formats.gguf_file,

@@ -15,8 +15,6 @@ from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from failfast_jax import FailFast, GenerationConfig, load_model
-from failfast_jax.bench.engine_pool import EnginePool
-from failfast_jax.bench.rows import parse_row, plain_rows
 from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.feature_block import DSparkDrafter
@@ -283,22 +281,15 @@ def test_guesses_are_named_in_a_warning(write, caplog):
 
 @pytest.mark.long
 def test_a_drafter_runs_with_another_theta(write):
-    """Engines that share their programs, as a benchmark's do."""
-    folder = write(EAGLE, config_of(EAGLE) | {"rope_theta": 10.0})
-    pool = EnginePool(FIELD / "qwen3_a", folder)
     prompt = [int(n) for n in np.random.default_rng(0).integers(3, 150, 40)]
-
-    def drafts(method: str) -> list[list[int]]:
-        row = parse_row(method, plain_rows(), "--methods")
-        config = row.config(GenerationConfig(max_new_tokens=12, ignore_eos=True))
-        pool.prepare(row, config)
-        return [round.drafted for round in pool.get(row, config).generate([prompt], config)[0].rounds]
-
-    published_theta = "eagle3:spec_len=3,rope_theta_drafter=10000"
-    assert drafts("eagle3:spec_len=3") != drafts(published_theta)
     options = {"method": "eagle3", "spec_len": 3, "max_new_tokens": 12, "ignore_eos": True}
-    trained = FailFast(target(), FIELD / EAGLE).generate([prompt], **options)[0]
-    assert drafts(published_theta) == [round.drafted for round in trained.rounds]
+
+    def drafts(folder: Path, theta: float | None = None) -> list[list[int]]:
+        [result] = FailFast(target(), folder, rope_theta_drafter=theta).generate([prompt], **options)
+        return [round.drafted for round in result.rounds]
+
+    folder = write(EAGLE, config_of(EAGLE) | {"rope_theta": 10.0})
+    assert drafts(folder) != drafts(folder, 10_000.0) == drafts(FIELD / EAGLE)
 
 
 def test_a_theta_that_no_drafter_takes_is_refused():

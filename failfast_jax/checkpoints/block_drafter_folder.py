@@ -37,6 +37,7 @@ from failfast_jax.checkpoints.feature_drafter_folder import (
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, stored_tensors
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.config_keys import only
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.markov_head import MARKOV_HEADS
 from failfast_jax.models.model_config import ModelConfig
@@ -193,9 +194,8 @@ class BlockLayout(DrafterLayout):
 def _heads(settings: Settings) -> dict[str, Any]:
     # SpecForge leaves out what is off, and has a default.
     brief, get = settings.architecture == SPECFORGE, settings.get
-    name, projector = settings.find("projector_type") if brief else ("", None)
-    if projector not in (None, "dspark"):
-        raise ConfigError(f"{settings.where}: key {name!r} is {projector!r} (supported: 'dspark')")
+    if brief:
+        get(only, "projector_type", allowed=("dspark", None))
     rank = get(integer, "markov_rank", least=0, default=0 if brief else values.REQUIRED)
     head = get(values.text, "markov_head_type", default="vanilla" if brief else None)
     if rank and head not in MARKOV_HEADS:

@@ -42,14 +42,14 @@ class StoredTensor:
 
 
 class Fills(NamedTuple):
-    """The parameter that a stored tensor fills, and the part of it: one of `PARTS`."""
+    """The parameter that a stored tensor fills, and its part of a fused one.
+
+    Parts are the queries, keys and values by KV head, and gate and up of a gated MLP.
+    """
 
     parameter: str
     part: str = "whole"
 
-
-PARTS = ("whole", "queries", "keys", "values", "gate", "up")
-"""Several tensors lie in one fused parameter: queries, keys and values by KV head, and both halves of a gated MLP."""
 
 _LAYER = {
     "input_layernorm.weight": Fills("input_norm.weight"),

@@ -80,9 +80,7 @@ def test_loss_and_gradients_equal_the_dense_reference(name):
     terms |= {"teacher": batch.get("teacher_logits"), "kl": options.kl_weight}
 
     def dense(tensors: dict[str, np.ndarray]) -> float:
-        return masked_loss(
-            tensors, net.config, tokens, masked, live=whole_blocks(batch["length"]), own_end=False, **terms
-        )
+        return masked_loss(tensors, net.config, tokens, masked, **terms)
 
     tensors = hf_tensors(parameters(net), net.config)
     np.testing.assert_allclose([value, metrics["loss"]], dense(tensors), rtol=1e-5)

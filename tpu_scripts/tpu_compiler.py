@@ -46,7 +46,7 @@ CONTEXTS = (1024, 8192, 32768)
 WIDTHS = (8, 16, 64)
 """Rows: a step of plain decoding, a verify of ten tokens, and of longer drafts (`width_plan.DEFAULT_WIDTHS`)."""
 TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 325
-"""Of the attention kernel, for a tile and for each position of it, and for writing the window on the way: by the
+"""Cycles of the attention kernel for a tile, for each position of it, and for writing the window: by the
 instruction bundles of the kernel compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512; 1,837 in all
 where it writes, 1,512 where it does not); taken to grow with the rows."""
 

@@ -1,4 +1,4 @@
-"""What a round costs at real sizes, with the paper's acceptance imposed.
+"""Cost of a round at real sizes, with the paper's acceptance imposed.
 
 The models have the shapes of Qwen2.5 and Fast-dLLM v2 and random weights, so their drafts mean nothing. The length of
 each draft and of its accepted part are drawn beforehand, from a law fitted to the paper's statistics

@@ -147,7 +147,7 @@ def _conversation(row: Row, index: int, template: str) -> list[Question]:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a dataset comes from and how a row becomes questions.
+    """Origin of a dataset, and the reading of its rows.
 
     Attributes:
       hub: `(repository, configuration or None, split)` on the Hugging Face Hub; empty: a file of prompts.

@@ -113,11 +113,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter of the decoder, by its path.
-
-        Raises:
-          CheckpointError: the configuration names many more layers than there are, or a converted folder is damaged.
-        """
+        """Shape of each parameter of the decoder, by its path; `check_layers` is asked first."""
         check_layers(self._native if self.table is None else self.tensors, self.config.num_layers, self.path)
         return _skeleton(self.config, DTYPES["float32"]).shapes
 
@@ -229,10 +225,7 @@ def _ahead(function: Callable[[str], sharding.Blocks], names: Sequence[str]) -> 
 
 
 def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] | None = None) -> Checkpoint:
-    """Finds a checkpoint and reads its headers and its configuration (`raw`, where that has been done).
-
-    Errors are those of `load_model`.
-    """
+    """Finds a checkpoint; reads its headers and configuration (`raw`, if read before), with `load_model`'s errors."""
     path = resolve_source(path_or_hub_id)
     if path.is_file():
         return _open_file(path)

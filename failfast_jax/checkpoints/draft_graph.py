@@ -48,11 +48,9 @@ class DraftGraph:
     def states(self, count: int, block: int, small_block: int) -> np.ndarray:
         """The `count` best states `[count, small_block]`: by position the rank of its token, or -1.
 
-        Raises:
-          OptionError: there are fewer, or they are for blocks of another size.
+        OptionError: there are fewer, or they are for blocks of another size.
         """
-        sizes = self.block_size, self.small_block_size
-        problem = None
+        sizes, problem = (self.block_size, self.small_block_size), None
         if sizes != (block, small_block):
             problem = f"is for blocks of {sizes[0]} in parts of {sizes[1]}, not for {block} in parts of {small_block}"
         elif count > len(self.pair_sets):
@@ -83,12 +81,7 @@ def default_file(model: str | os.PathLike) -> Path | None:
 
 
 def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
-    """Reads a draft graph.
-
-    Args:
-      path: None: there is no place where the model's would be.
-      model: its name, for messages.
-      ranks: known tokens per position.
+    """Reads a draft graph of `ranks` known tokens per position; `path` is None for a model that has no place for one.
 
     Raises:
       OptionError: there is no such file.

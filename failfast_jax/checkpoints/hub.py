@@ -45,11 +45,7 @@ def default_target_path() -> Path:
 
 
 def resolve_source(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """A local path as it is; a Hub id's snapshot, downloaded if needed.
-
-    Raises:
-      CheckpointError: no such file or folder, or a Hub id that is neither reachable nor cached.
-    """
+    """A local path as it is; a Hub id's snapshot, downloaded if needed; CheckpointError: there is neither."""
     name = os.fspath(path_or_hub_id)
     path = user_path(name)
     if name and path.exists():
@@ -61,13 +57,9 @@ def resolve_source(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 
 def find_models(sources: Mapping[str, str | os.PathLike[str] | None]) -> None:
-    """Finds models, downloading them where needed, before the first one is read.
+    """Finds models, by the flags that name them, downloading them where needed, before the first one is read.
 
-    Args:
-      sources: by the flag that names them; None: not named.
-
-    Raises:
-      CheckpointError: some are missing; a line for each begins with its flag.
+    CheckpointError: some are missing; a line for each begins with its flag.
     """
     missing = []
     for flag, source in sources.items():
@@ -139,11 +131,7 @@ def offline(is_offline: bool) -> Iterator[None]:
 def unreachable(hub_id: str, kind: str = "model") -> Exception | None:
     """The error for which the Hub does not answer within `ANSWER_S` (its own client waits for minutes).
 
-    Args:
-      kind: `model` or `dataset`.
-
-    Returns:
-      None: it answers, even if there is no such thing or a token is missing.
+    None: it answers, even if there is no such `model` or `dataset` (`kind`), or a token is missing.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -44,9 +44,7 @@ def save_params(folder: Path, params: Mapping[str, jax.Array]) -> None:
 def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Restores parameters, cast to the wanted dtypes while they are read.
 
-    Raises:
-      CheckpointError: the folder is incomplete or damaged, its parameters are not the wanted ones, or hold NaN or
-        infinity.
+    CheckpointError: the folder is incomplete or damaged, or its parameters are not the wanted ones, or not finite.
     """
     import orbax.checkpoint as ocp
 

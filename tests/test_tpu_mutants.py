@@ -76,7 +76,8 @@ def quick_tests(folder: Path, file: str, old: str, new: str, *options: str) -> s
     for name in ("failfast_jax", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=leave_out)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    (folder / "tests" / "fixtures").symlink_to(ROOT / "tests" / "fixtures")
+    for large in ("failfast_jax/assets", "tests/fixtures"):
+        (folder / large).symlink_to(ROOT / large)
     path = folder / "failfast_jax" / "kernels" / file
     text = path.read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"

@@ -71,7 +71,7 @@ os.write(out, word.encode())
 
 
 def run_program(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> bool:
-    """Whether a Python program runs to its end, without an error, in time.
+    """Returns whether a Python program runs to its end, without an error, in time.
 
     Leaving early (`sys.exit`, `os._exit`) is not running to the end.
     """
@@ -100,9 +100,9 @@ def run_program(program: str, *, seconds: float = SECONDS, memory: int = MEMORY)
 
 
 def code_blocks(answer: str) -> list[str]:
-    """The code in an answer's fences, as CommonMark reads them: in lists and quotes, of tildes, cut off, and so on.
+    """Returns the code in an answer's fences, as CommonMark reads them: in lists and quotes, of tildes, or cut off.
 
-    Fences that stand where CommonMark has none, behind text or too far to the right, are read after those.
+    Fences that stand where CommonMark has none, after text or too far to the right, are read after those.
     """
     import markdown_it
 
@@ -157,7 +157,7 @@ def _program_in(text: str) -> str:
 
 
 def humaneval_program(answer: str, reference: Mapping[str, Any]) -> str:
-    """The problem, the answer's code (a whole function, or the rest of one) and the problem's tests."""
+    """Returns the problem, the answer's code (a whole function, or the rest of one) and the problem's tests."""
     entry = reference["entry_point"]
     code = code_of(answer, entry)
     if code is None:
@@ -216,7 +216,7 @@ def _letter(content: str) -> str | None:
 
 
 def is_right(scoring: str, answer: str, reference: Mapping[str, Any]) -> bool:
-    """Whether an answer's text is right.
+    """Returns whether an answer's text is right.
 
     Args:
       scoring: `math`, `choice` or `humaneval`.

@@ -1,4 +1,4 @@
-"""What the authors' released code would have counted, from our records.
+"""Counts of the authors' released code, from our records.
 
 It counts drafter passes otherwise: the first prefill of the prompt is one, and so is each later one. It prefills again
 whenever the committed text has grown into another block, as what it kept is told apart by its length alone, and after

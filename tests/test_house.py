@@ -30,9 +30,9 @@ from failfast_jax.util.command_line import PlainParser
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", ROOT / "tpu_scripts" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-MOST_STATEMENTS, MOST_WITH_8_PARAMETERS = 40, 8
-# These count places and only fall; the aims are 0 shared names, 10 odd docstrings, 0 banned names, 10 times "behind".
-MOST_SHARED_NAMES, MOST_ODD_DOCSTRINGS, MOST_BANNED, MOST_BEHIND = 2, 10, 20, 10
+MOST_STATEMENTS, MOST_WITH_8_PARAMETERS = 40, 5
+# These count places, and only fall.
+MOST_SHARED_NAMES, MOST_ODD_DOCSTRINGS, MOST_BANNED, MOST_BEHIND = 0, 0, 0, 10
 MOST_IMPORTED_TESTS = 1
 QUESTION_WORDS = {"What", "Of", "Whether", "How", "Where", "Those"}
 BANNED = {"said", "found", "told", "own", "made", "given", "how", "one"}
@@ -182,7 +182,7 @@ def test_class_and_module_names_are_unique():
 
 
 def test_plain_words():
-    """Docstrings begin with a verb or a noun; variables are nouns; "after" and not "behind". The limits only fall."""
+    """Docstrings begin with a verb or a noun; variables are nouns; "after" and not "behind"."""
     docstrings, variables, behind = [], [], []
     for path in files(*PACKAGES):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -38,7 +38,7 @@ Place = tuple[str, str]
 """A dataset's name and a question's id."""
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """The work of a run; `common` are the options of rows that do not say otherwise."""
 
     config: RunConfig
@@ -140,7 +140,7 @@ class Comparison:
       ValueError: a model or row that cannot be served; nothing has been answered then.
     """
 
-    def __init__(self, plan: Plan, engines: EnginePool | None = None):
+    def __init__(self, plan: RunPlan, engines: EnginePool | None = None):
         config = plan.config
         self.plan, self.log = plan, AnswerLog()
         self.engines = engines or EnginePool(
@@ -341,7 +341,7 @@ class Comparison:
             )
 
 
-def planned_answers(log: AnswerLog, plan: Plan, rows: Sequence[Row]) -> pd.DataFrame:
+def planned_answers(log: AnswerLog, plan: RunPlan, rows: Sequence[Row]) -> pd.DataFrame:
     """Returns the answers of a log that a plan asks for, in the order of its questions, whoever answered first."""
     answers = log.frame(plan.config.near_tie, plan.common.exact)
     order = {(d.name, q.id): at for at, (d, q) in enumerate((d, q) for d in plan.datasets for q in d.questions)}

@@ -181,10 +181,10 @@ def length_cdf(run: RunAnswers) -> Any:
 
     def draw(axis: Any, dataset: str) -> None:
         for label, name in run.names[dataset].items():
-            own = rounds[(rounds.dataset == dataset) & (rounds.setting == label)]
-            if len(own):
-                axis.ecdf(own[["accepted", "emitted"]].min(axis=1), color=colours[label], label=name)
-                axis.ecdf(own.drafted, color=colours[label], linestyle="--")
+            drafts = rounds[(rounds.dataset == dataset) & (rounds.setting == label)]
+            if len(drafts):
+                axis.ecdf(drafts[["accepted", "emitted"]].min(axis=1), color=colours[label], label=name)
+                axis.ecdf(drafts.drafted, color=colours[label], linestyle="--")
 
     text = "tokens a round (solid: accepted, dashed: speculated)"
     return per_dataset(run, draw, xlabel=text, ylabel="share of rounds")
@@ -196,19 +196,19 @@ def calibration_curves(run: RunAnswers) -> Any:
     if not by_row:
         raise NoData("no row drafted anything")
     figure = figure_class()(figsize=(11, 4 * len(by_row)), layout="constrained")
-    for (left, right), (name, found) in zip(figure.subplots(len(by_row), 2, squeeze=False), by_row.items()):
-        for axis, bins in ((left, found["rounds"]), (right, found["tokens"])):
+    for (left, right), (name, tables) in zip(figure.subplots(len(by_row), 2, squeeze=False), by_row.items()):
+        for axis, bins in ((left, tables["rounds"]), (right, tables["tokens"])):
             points = bins[bins["count"] > 0]
             axis.plot(points.confidence, points.accepted, "o-")
             axis.set_xlim(-0.02, 1.02)
         left.set(title=f"{name}: accepted length", xlabel="confidence of the first drafted token")
         left.set_ylabel("mean accepted length (line)")
         left.set_ylim(bottom=0)
-        counts, bins = left.twinx(), found["rounds"]
+        counts, bins = left.twinx(), tables["rounds"]
         counts.bar((bins.low + bins.high) / 2, bins["count"], width=0.9 / BINS, color="#99999944")
         counts.set_ylabel("rounds (bars)")
         right.plot([0, 1], [0, 1], "--", color="#999999")
-        right.set(title=f"{name}: reliability, calibration error {found['ece']:.3f}", ylim=(-0.02, 1.02))
+        right.set(title=f"{name}: reliability, calibration error {tables['ece']:.3f}", ylim=(-0.02, 1.02))
         right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
     return figure
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from failfast_jax.bench.answer_log import AnswerLog
-from failfast_jax.bench.comparison import Comparison, Place, Plan
+from failfast_jax.bench.comparison import Comparison, Place, RunPlan
 from failfast_jax.bench.rows import CORPUS
 from failfast_jax.errors import OptionError
 from failfast_jax.util.command_line import import_optional
@@ -19,7 +19,7 @@ from failfast_jax.util.records import Record
 class _Actor:
     """A comparison in a process of its own. Started anew after a loss, it reads its models anew."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: RunPlan):
         self.plan = plan
 
     @functools.cached_property
@@ -50,7 +50,7 @@ class RayComparison:
       ValueError: see `Comparison`.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: RunPlan):
         ray = self.ray = import_optional("ray", "--engine ray", extra="ray")
         for row in plan.rows:
             if CORPUS in row.options or row.batch > 1:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from failfast_jax.bench import plots, scoring
 from failfast_jax.bench.answer_log import DIFFERENT, RECORDS, SCORE, AnswerLog
-from failfast_jax.bench.comparison import Comparison, Plan, planned_answers
+from failfast_jax.bench.comparison import Comparison, RunPlan, planned_answers
 from failfast_jax.bench.engine_pool import find_wanted
 from failfast_jax.bench.ray_workers import RayComparison
 from failfast_jax.bench.rows import all_options
@@ -47,7 +47,7 @@ def work(args: argparse.Namespace) -> int:
         return compare(plan, out)
 
 
-def check(config: RunConfig) -> Plan:
+def check(config: RunConfig) -> RunPlan:
     """Returns the work, checked before any model is loaded.
 
     Raises:
@@ -62,10 +62,10 @@ def check(config: RunConfig) -> Plan:
         if config.scores and any(dataset.scoring == scoring_rule for dataset in datasets):
             import_optional(package, "scores", otherwise=", or leave them out with --no-scores")
     find_wanted(config, rows)
-    return Plan(config, config.common(), rows, datasets)
+    return RunPlan(config, config.common(), rows, datasets)
 
 
-def compare(plan: Plan, out: Path) -> int:
+def compare(plan: RunPlan, out: Path) -> int:
     """Answers and sums up; 1: an output differs beyond a near-tie."""
     config = plan.config
     comparison = Comparison(plan) if config.engine == "local" else RayComparison(plan)

@@ -174,14 +174,14 @@ def humaneval_program(answer: str, reference: Mapping[str, Any]) -> str:
 def boxes(answer: str) -> list[tuple[int, int, str]]:
     """The `\\boxed{...}` of an answer: where each begins and ends, and what is in it. One that is cut off ends with its
     line; without braces it holds a letter or digit."""
-    found = []
+    places = []
     for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(\{)|([A-Za-z0-9])(?![A-Za-z]))", answer):
         end, depth = match.end(), 1
         while match[1] and depth and end < len(answer) and answer[end] != "\n":
             depth += {"{": 1, "}": -1}.get(answer[end], 0)
             end += 1
-        found.append((match.start(), end, answer[match.end() : end - (depth == 0)] if match[1] else match[2]))
-    return found
+        places.append((match.start(), end, answer[match.end() : end - (depth == 0)] if match[1] else match[2]))
+    return places
 
 
 def without_taken_back(answer: str) -> str:

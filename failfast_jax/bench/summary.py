@@ -108,7 +108,7 @@ def calibrations(answers: pd.DataFrame, names: Mapping[str, str]) -> dict[str, d
     """Returns `calibration` of each row that drafted anything, by its name in tables; `names` are by label."""
     rounds = rounds_of(answers)
     by_row = {name: rounds[rounds.setting == label] for label, name in names.items()}
-    return {name: calibration(own) for name, own in by_row.items() if len(own)}
+    return {name: calibration(drafts) for name, drafts in by_row.items() if len(drafts)}
 
 
 def row_names(table: pd.DataFrame, rows: Sequence[Row]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
@@ -184,10 +184,10 @@ def sweep_table(table: pd.DataFrame, points: Sequence[str], best: str) -> str:
 def confidence_tables(by_row: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns `calibrations` as Markdown: rounds by confidence, a column per row, and acceptance by position."""
     bins, positions = {}, {}
-    for name, found in by_row.items():
-        bins[name] = [BIN.format(**line) if line["count"] else "-" for line in found["rounds"].to_dict("records")]
-        bins[name].append(f"{found['ece']:.3f} over {found['tokens']['count'].sum()} tokens")
-        positions[name] = found["positions"].set_index("position").accepted
+    for name, tables in by_row.items():
+        bins[name] = [BIN.format(**line) if line["count"] else "-" for line in tables["rounds"].to_dict("records")]
+        bins[name].append(f"{tables['ece']:.3f} over {tables['tokens']['count'].sum()} tokens")
+        positions[name] = tables["positions"].set_index("position").accepted
     index = [f"{n / BINS:.1f}-{(n + 1) / BINS:.1f}" for n in range(BINS)]
     table = pd.DataFrame(bins, index=[*index, "calibration error of all judged tokens"])
     reached = pd.DataFrame(positions).T.filter([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
@@ -217,8 +217,8 @@ def of_dataset(
     parts += [CALIBRATION, *confidence_tables(by_row)] if by_row else []
     labels = {name: label for label, name in names.items()}
     bins = {
-        labels[name]: {kind: v if kind == "ece" else list(nested(v).values()) for kind, v in found.items()}
-        for name, found in by_row.items()
+        labels[name]: {kind: v if kind == "ece" else list(nested(v).values()) for kind, v in tables.items()}
+        for name, tables in by_row.items()
     }
     about = {"questions": len(dataset.questions), "stamp": dataset.stamp, "rows": names, "sweeps": sweeps}
     table.insert(0, "row", [names.get(label, "") for label in table.index])

@@ -172,11 +172,11 @@ class DSparkDrafter(Grow, FeatureDrafter):
         count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
         return Chunk(tokens, confidence, count, extras), growth.state.replace(cache=cache)
 
-    def _cut(self, draft: Draft, given: Int[ArrayLike, "*B"]) -> Draft:
-        """Without what follows a token that is not sure; `given` first tokens are another source's."""
+    def _cut(self, draft: Draft, prefix: Int[ArrayLike, "*B"]) -> Draft:
+        """Without what follows a token that is not sure; `prefix` first tokens are another source's."""
         if self.cut is None:
             return draft
-        sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < jnp.reshape(given, (-1, 1)))
+        sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < jnp.reshape(prefix, (-1, 1)))
         return draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
 
     def _hidden(

@@ -11,7 +11,7 @@ from stub_engine import StubEngine, StubEnginePool
 from failfast_jax.bench import comparison, engine_pool, plots, run_command
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE, AnswerLog
-from failfast_jax.bench.comparison import Comparison, Plan
+from failfast_jax.bench.comparison import Comparison, RunPlan
 from failfast_jax.bench.rows import BASELINE, Row
 from failfast_jax.bench.run_config import PRESETS, REMOVED, RunConfig, add_arguments
 from failfast_jax.checkpoints import hub
@@ -197,7 +197,7 @@ def test_later_turns_follow_vanilla(tmp_path):
     dataset = Dataset(
         "talk", (Question("a/1", "Hello, you"), Question("a/2", "More", follows="a/1"), Question("b", "x"))
     )
-    plan = Plan(RunConfig(), GenerationConfig(), [Row("lookup", "lookup")], [dataset])
+    plan = RunPlan(RunConfig(), GenerationConfig(), [Row("lookup", "lookup")], [dataset])
     Comparison(plan, StubEnginePool(stub)).run(AnswerLog())
     later = "<user>Hello, you<assistant>[10]<user>More"
     assert [prompt for *_, prompt in stub.given] == ["x"] * 2 + ["Hello, you"] * 2 + [later] * 2

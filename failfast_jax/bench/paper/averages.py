@@ -67,11 +67,11 @@ def sums_of(answers: pd.DataFrame) -> pd.DataFrame:
     rounds = [released_rounds(record) for record in answers.to_dict("records")]
     sums = answers[["dataset", "question", "repeat", "setting", "method", "options", "decode_s", "vanilla_s"]].copy()
     for name in ("accepted", "speculated"):
-        sums[name] = [sum(getattr(own, name)) for own in rounds]
-        sums[f"most_{name}"] = [max(getattr(own, name), default=0) for own in rounds]
-    sums["rounds"] = [len(own.accepted) for own in rounds]
+        sums[name] = [sum(getattr(counts, name)) for counts in rounds]
+        sums[f"most_{name}"] = [max(getattr(counts, name), default=0) for counts in rounds]
+    sums["rounds"] = [len(counts.accepted) for counts in rounds]
     sums["tokens"] = sums.accepted + sums.rounds
-    sums["passes"] = [sum(own.passes) for own in rounds]
+    sums["passes"] = [sum(counts.passes) for counts in rounds]
     sums["passes_here"] = answers.drafter_passes
     sums["priced"] = sums.method.map(is_priced)
     return sums
@@ -152,8 +152,8 @@ def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
         if method == "failfast" and options.get("schedule") == "aligned" and not options.get("reuse")
     ]
     # The preset's own row, or the first one with the released schedule.
-    own = "failfast" if "failfast" in released else next(iter(released), None)
-    others = {FAILFAST if label == own else label: label for label in labels.index if label not in swept.index}
+    failfast = "failfast" if "failfast" in released else next(iter(released), None)
+    others = {FAILFAST if label == failfast else label: label for label in labels.index if label not in swept.index}
     return chosen | others
 
 

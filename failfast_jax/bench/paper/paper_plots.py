@@ -34,8 +34,8 @@ def passes(run: PaperRun, answers: RunAnswers) -> Any:
     colours = {method: f"C{index}" for index, method in enumerate(sorted(sums.method.unique()))}
 
     def draw(axis: Any, dataset: str) -> None:
-        own = sums[sums.index.get_level_values("dataset") == dataset]
-        for (method, _), line in own.groupby(["method", "lengths"]):
+        lines = sums[sums.index.get_level_values("dataset") == dataset]
+        for (method, _), line in lines.groupby(["method", "lengths"]):
             axis.plot(line.x, line.y, "o-", color=colours[method], label=method)
         axis.set_xlim(left=0)
 
@@ -78,9 +78,9 @@ def easy_regions(answers: RunAnswers) -> Any:
     cutoffs, colours = range(101), answers.colours()
 
     def draw(axis: Any, dataset: str) -> None:
-        own = answers.of(dataset)
+        asked = answers.of(dataset)
         for label, name in answers.names[dataset].items():
-            records = own[(own.setting == label) & (own.drafted > 0)].to_dict("records")
+            records = asked[(asked.setting == label) & (asked.drafted > 0)].to_dict("records")
             if records:
                 axis.plot(cutoffs, easy_share(records, cutoffs), color=colours[label], label=name)
 
@@ -97,9 +97,9 @@ def strips(run: PaperRun, answers: RunAnswers) -> Any:
     if dataset is None:
         raise NoData("no drafted answers")
     row = AR if AR in run.chosen[dataset] else next(iter(run.chosen[dataset]))
-    own = answers.of(dataset)
-    own = own[own.setting == run.chosen[dataset][row]].drop_duplicates("question", keep="last")
-    ordered = (own.sort_values("place", kind="stable") if "place" in own else own).to_dict("records")
+    asked = answers.of(dataset)
+    asked = asked[asked.setting == run.chosen[dataset][row]].drop_duplicates("question", keep="last")
+    ordered = (asked.sort_values("place", kind="stable") if "place" in asked else asked).to_dict("records")
     chosen = [ordered[place] for place in STRIP[1] if dataset == STRIP[0] and place < len(ordered)]
     chosen = chosen if len(chosen) == len(STRIP[1]) else ordered[: len(STRIP[1])]
     figure = figure_class()(figsize=(7, 0.6 + 0.4 * len(chosen)), layout="constrained")
@@ -145,9 +145,9 @@ def latency_shares(runs: Sequence[PaperRun]) -> Any:
 def draw(runs: Sequence[PaperRun], answers: Sequence[RunAnswers], out: Path) -> list[Path]:
     """Draws what the records can fill; says on stderr what they cannot."""
     figures: dict[str, Callable[[], Any]] = {"latency": lambda: latency_shares(runs), "theory": theory}
-    for index, (run, own) in enumerate(zip(runs, answers)):
+    for index, (run, records) in enumerate(zip(runs, answers)):
         end = "" if len(runs) == 1 else f"-{index + 1}"
-        figures[f"strip{end}"] = functools.partial(strips, run, own)
-        figures[f"passes{end}"] = functools.partial(passes, run, own)
-        figures[f"easy_regions{end}"] = functools.partial(easy_regions, own)
+        figures[f"strip{end}"] = functools.partial(strips, run, records)
+        figures[f"passes{end}"] = functools.partial(passes, run, records)
+        figures[f"easy_regions{end}"] = functools.partial(easy_regions, records)
     return draw_each(figures, out)

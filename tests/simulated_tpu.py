@@ -28,6 +28,7 @@ from tiny_models import (
 )
 
 from failfast_jax import FailFast
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
 from failfast_jax.engine import Result
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU
@@ -128,7 +129,7 @@ CASES = {
 
 def engine(models: tuple, kernel: str, **options: Any) -> FailFast:
     """Widths and defaults are a TPU's, whichever kernel attends."""
-    built = FailFast(*models, attention=kernel, **options)
+    built = FailFast(*models, attention=kernel, widths=DEFAULT_WIDTHS["tpu"], **options)
     built.runtime.platform = "tpu"
     return built
 

@@ -50,11 +50,13 @@ def report(devices):
     return json.loads(said) | {"stderr": errors}
 
 
-def test_answers_are_those_of_one_process(report):
+def test_answers_are_those_of_one_process(report, devices):
     engine = FailFast(TARGET)
     alone = engine.generate(PROMPTS, method="vanilla", **COMMON)
-    assert report["two groups"] == [result.output_ids for result in alone]
-    assert report["one group"] == report["exact"] == alone[0].output_ids
+    assert report["one group"] == alone[0].output_ids
+    if devices > 2:
+        assert report["two groups"] == [result.output_ids for result in alone]
+        assert report["exact"] == alone[0].output_ids
     assert report["gap"] == pytest.approx(logit_gap(engine, PROMPTS[0]), rel=1e-3)
 
 

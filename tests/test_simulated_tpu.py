@@ -19,7 +19,7 @@ from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 
 QUICK = ("wide, long prompts", "dflash", "eagle, tree", "dllm, block cache", "bfloat16", "blocks of 10")
 EXHAUSTIVE = ("blocks of 12, long prompts",)
-TWO_DEVICES = ("lookup", "wide", "dspark", "dllm, block cache")
+TWO_DEVICES = ("wide", "dllm, block cache")
 
 
 @pytest.mark.parametrize("name", tiers(CASES, quick=QUICK, long=[case for case in CASES if case not in EXHAUSTIVE]))

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import tiers
 
 ROOT = Path(__file__).parents[1]
 QUICK_TESTS = ("tests/kernels/test_tpu.py", "tests/test_simulated_tpu.py")
@@ -60,10 +59,6 @@ MUTANTS = {
 CASES = {name: (file, *texts) for file, mutants in MUTANTS.items() for name, texts in mutants.items()}
 
 
-LONG = ("nothing written",)
-"""Each mutant takes half a minute: the others are for whoever changes a kernel, and for a release."""
-
-
 def test_each_replaces_one_piece_of_todays_kernels():
     for name, (file, old, new) in CASES.items():
         text = (ROOT / "failfast_jax" / "kernels" / file).read_text()
@@ -87,8 +82,10 @@ def quick_tests(folder: Path, file: str, old: str, new: str, *options: str) -> s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
-@pytest.mark.parametrize("name", tiers(CASES, quick=(), long=LONG))
+@pytest.mark.long(rare=True)
+@pytest.mark.parametrize("name", CASES)
 def test_each_is_found(name, tmp_path):
+    """Each takes half a minute: for whoever changes a kernel, and for a release."""
     done = quick_tests(tmp_path, *CASES[name])
     assert done.returncode == pytest.ExitCode.TESTS_FAILED and "1 failed" in done.stdout, done.stdout[-3000:]
 

@@ -38,7 +38,7 @@ PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for 
 # -- sizes and limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.long(rare=True)
 def test_parameters_of_the_public_models():
     counts = {name: parameters(config) for name, config in CONFIGS.items()}
     assert counts["qwen2.5-1.5b"] == counts["fast-dllm-v2-1.5b"] == 1_543_714_304
@@ -253,7 +253,7 @@ def test_every_pass_is_executed_on_the_device():
     assert len(re.findall(r"f32\[(?:1,)?10,96\][^ )]*" + product, text)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.long(rare=True)
 def test_on_a_mesh(tmp_path):
     """Four devices share both models, KV heads copied: the rounds follow the draws, or the command would say so."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"

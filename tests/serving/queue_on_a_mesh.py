@@ -24,7 +24,6 @@ CASES = {
     "one device": (1, 1, 8, LOOKUP),
     "4 share layers, batch 1": (4, 1, 1, MODEL),
     "2 groups of 4, batch 8": (4, 2, 8, LOOKUP),
-    "4 groups of 2, batch 8": (2, 4, 8, MODEL),
 }
 """Devices that share layers, groups that share the batch, rows, and the method."""
 

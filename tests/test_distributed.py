@@ -56,7 +56,7 @@ def test_answers_are_those_of_one_process(report, devices):
     assert report["one group"] == alone[0].output_ids
     if devices > 2:
         assert report["two groups"] == [result.output_ids for result in alone]
-        assert report["exact"] == alone[0].output_ids
+        assert report["exact"] == report["by cost"] == alone[0].output_ids
     assert report["gap"] == pytest.approx(logit_gap(engine, PROMPTS[0]), rel=1e-3)
 
 
@@ -72,9 +72,9 @@ def test_a_target_is_read_without_an_exchange(report):
     assert "[Gloo]" not in before and "[Gloo]" in after
 
 
-def test_processes_agree(report):
+def test_processes_agree(report, devices):
     assert report["broadcast"] == {"process": 0, "text": "ä"}
-    assert report["costs"]["source"].startswith("measured")
+    assert devices == 2 or report["costs"]["source"].startswith("measured")
 
 
 def test_parts_of_an_array_are_never_sent_unsaid(report, devices):

@@ -18,7 +18,8 @@ from failfast_jax import FailFast
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 
 QUICK = ("wide, long prompts", "dflash", "eagle, tree", "dllm, block cache", "bfloat16", "blocks of 10")
-EXHAUSTIVE = ("blocks of 12, long prompts",)
+EXHAUSTIVE = ("ar", "dspark, sliding window", "extended", "dllm, long prompts", "dllm, spiffy", "exact wide")
+EXHAUSTIVE += ("blocks of 4 draft", "blocks of 12, long prompts", "blocks of 136", "drafts of 200")
 TWO_DEVICES = ("wide", "dllm, block cache")
 
 

@@ -64,14 +64,15 @@ def main() -> None:
     read.clear()
     spread = FailFast(TARGET, DRAFTER, tensor_parallel=2 * devices)
     report["numbers read"] = sum(read)
-    [answer] = spread.generate(PROMPTS[:1], method="auto", **COMMON)
-    report["one group"], report["costs"] = answer.output_ids, answer.stats.costs
-    report["gap"] = logit_gap(spread, PROMPTS[0])
+    [answer] = spread.generate(PROMPTS[:1], method="dspark", **COMMON)
+    report["one group"], report["gap"] = answer.output_ids, logit_gap(spread, PROMPTS[0])
     if devices > 2:  # each answer compiles for minutes on few cores
         [answer] = spread.generate(PROMPTS[:1], method="lookup", exact=True, **COMMON)
         engine = FailFast(TARGET, tensor_parallel=devices, data_parallel=2)
         results = engine.generate(PROMPTS, method="vanilla", **COMMON)
         report |= {"exact": answer.output_ids, "two groups": [result.output_ids for result in results]}
+        [answer] = spread.generate(PROMPTS[:1], method="auto", **COMMON)
+        report |= {"by cost": answer.output_ids, "costs": answer.stats.costs}
     index = jax.process_index()
     report["broadcast"] = processes.broadcast_from_primary({"process": index, "text": "ä" * (1 + index)})
     print(json.dumps(report))

@@ -10,7 +10,7 @@ import pytest
 from tpu_scripts import first_ten_minutes as script
 
 
-@pytest.mark.long
+@pytest.mark.long(rare=True)  # the notebook runs it, too
 def test_a_dry_run(tmp_path, capsys):
     """All of it, small, on the CPU: the TPU's kernels are interpreted."""
     out = tmp_path / "cpu.json"

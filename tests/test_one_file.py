@@ -26,7 +26,7 @@ def one_file(monkeypatch):
 
 @pytest.mark.parametrize(
     "spec_len, max_spec_len, tau",
-    tiers([(10, 60, 0.45), (4, 24, 0.2), (8, 40, 0.8)], quick=[(4, 24, 0.2)], long=[(10, 60, 0.45)]),
+    tiers([(10, 60, 0.45), (4, 24, 0.2), (8, 40, 0.8)], quick=[(4, 24, 0.2)]),
 )
 @pytest.mark.parametrize("target, drafter", tiers(PAIRS, quick=[PAIRS[1]], long=None))
 def test_its_rounds_are_the_engines(one_file, target, drafter, spec_len, max_spec_len, tau):

@@ -111,6 +111,7 @@ def test_the_default_drafter_ships(caplog):
     )
 
 
+@pytest.mark.long(rare=True)
 def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         pair = load_pair(method="failfast", schedule="aligned")

@@ -89,7 +89,11 @@ def test_drafts_end_as_the_algorithm_says(name, attention, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}, {"exact": True}], ids=["", "warm", "exact"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"temperature": 0.8, "seed": 3}, marks=pytest.mark.long(rare=True)), {"exact": True}],
+    ids=["", "warm", "exact"],
+)
 @pytest.mark.parametrize("name", PAIRS)
 def test_lengths_that_are_asked_for(name, options, tmp_path):
     engine = FailFast(*folders(name, tmp_path), dtype="float32")

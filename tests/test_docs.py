@@ -215,6 +215,14 @@ def test_the_site_has_every_page():
     assert pages and [page for page in pages if f": {page}\n" not in menu] == []
 
 
+def test_the_tests_that_are_named_exist():
+    pages = (".ci/versions", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "tests/fixtures/golden/README.md")
+    for page in (*(ROOT / name for name in pages), *(ROOT / "docs").glob("*.md")):
+        for path, name in re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+            assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), f"{page.name}: {path}::{name}"
+
+
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tpu_scripts/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 

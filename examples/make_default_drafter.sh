@@ -14,12 +14,11 @@ python -m failfast_jax.train selfgen --out "$out/general" --documents 2048 --bat
 python -m failfast_jax.train selfgen --out "$out/code" --documents 512 --batch-size 32 --shard-size 256 --seed 7 \
   --openings "$assets/code_openings.txt"
 
-# 3. Two layers that read the target's hidden states, with a Markov head and a confidence head. Layers 27 and 28 are
-# what the drafter's own two layers read; the cache keeps them for runs with other --layers, too.
+# 3. Two layers that read the target's hidden states, with a Markov head and a confidence head.
 python -m failfast_jax.train --out "$out/run" --data "$out/general" "$out/code" --skip-short \
   --family dspark --layers 28,29 --row-features 9,14,19,24,28,29 --rows 7 --borrow --draft-vocab 8192 \
   --markov-rank 32 --confidence-for greedy --confidence-weight 0.5 --ce-weight 0.5 --l1-weight 0.5 \
-  --prefix-fraction 0.1 --seq-len 320 --feature-cache "$out/features" --cache-layers 27,28 \
+  --prefix-fraction 0.1 --seq-len 320 --feature-cache "$out/features" \
   --steps 1400 --batch 8 --anchors 64 --learning-rate 3e-3 --eval-every 350
 
 # 4. Speed on the documents held out, against plain decoding and lookup: report/summary.json.

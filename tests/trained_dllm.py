@@ -21,7 +21,7 @@ from tiny_models import diffusion_config
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.diffusion_loss import loss
-from failfast_jax.train.draft_graph_calibration import calibrated, report
+from failfast_jax.train.draft_graph_calibration import calibrated
 from failfast_jax.train.train_config import TrainConfig
 
 NUMBERS = 64
@@ -53,7 +53,7 @@ def trained_model(steps: int = 500, seed: int = 0) -> Decoder:
 
     @jax.jit
     def update(params, state, tokens, key):
-        whole = {"tokens": tokens, "prompt_length": jnp.ones(BATCH, jnp.int32), "length": jnp.full(BATCH, LENGTH)}
+        whole = {"tokens": tokens, "labelled": jnp.ones(tokens.shape, bool)}
         value, gradients = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), whole, key, options)[0])(params)
         changes, state = optimiser.update(gradients, state, params)
         return optax.apply_updates(params, changes), state, value
@@ -67,13 +67,20 @@ def trained_model(steps: int = 500, seed: int = 0) -> Decoder:
     return nnx.merge(graph, params)
 
 
-def figures(model: Decoder, folder: Path) -> dict:
-    """Passes with and without draft states at threshold 1.0."""
-    engine = FailFast(model)
+def figures(model: Decoder, folder: Path) -> dict[str, list]:
+    """Passes without and with one to ten draft states at threshold 1.0, and how many texts are the same."""
+    engine, graph = FailFast(model), folder / "spiffy.json"
     config = GenerationConfig("dllm", max_new_tokens=48, options={"threshold": 1.0})
-    graph = calibrated(engine, prompts(32, seed=1), config, 10)
-    graph.save(folder / "spiffy.json")
-    return report(engine, prompts(16, seed=2), config, folder / "spiffy.json", range(1, 11))
+    calibrated(engine, prompts(32, seed=1), config, 10).save(graph)
+    asked = {"method": "dllm", "max_new_tokens": 48, "threshold": 1.0}
+    plain = engine.generate(prompts(16, seed=2), **asked)
+    report = {"plain": sum(result.stats.target_passes for result in plain), "passes": [], "adopted": [], "same": []}
+    for states in range(1, 11):
+        drafted = engine.generate(prompts(16, seed=2), **asked, spiffy=states, spiffy_graph=str(graph))
+        report["passes"].append(sum(result.stats.target_passes for result in drafted))
+        report["adopted"].append(sum(result.stats.adopted_passes for result in drafted))
+        report["same"].append(sum(a.output_ids == b.output_ids for a, b in zip(plain, drafted)))
+    return report
 
 
 if __name__ == "__main__":

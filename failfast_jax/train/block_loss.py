@@ -7,6 +7,7 @@ accept.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -21,11 +22,11 @@ from failfast_jax.decoding.picking import argmax
 from failfast_jax.models.block_network import DSpark, bind
 from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.block_start import fit_inputs, start_of
-from failfast_jax.train.documents import batches
+from failfast_jax.train.block_start import LayerChoice, fit_inputs, start_of
+from failfast_jax.train.documents import Documents, batches
 from failfast_jax.train.feature_cache import FeatureCache, captured_layers, target_features
-from failfast_jax.train.objective import Materials, Objective
 from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.train.trainer import Objective
 
 FIT_BATCH, FIT_BATCHES = 8, 64
 """Documents per batch, and most batches, of the regression that input projections start from."""
@@ -65,25 +66,35 @@ class BlockObjective(Objective):
         self.constants = constants | {"lookup": jnp.asarray(lookup)}
 
     @classmethod
-    def from_config(cls, config: TrainConfig, materials: Materials) -> BlockObjective:
-        """Builds the objective of a run; the input projections start from a ridge regression where there are any."""
-        target, documents = materials.target, materials.documents
-        model, draft_ids = start_of(config, materials)
-        cache = None
+    def from_config(
+        cls,
+        config: TrainConfig,
+        target: Decoder,
+        documents: Documents,
+        layers: LayerChoice,
+        *,
+        begun: bool = False,
+        deadline: float = math.inf,
+    ) -> BlockObjective:
+        """Builds the objective of a run; the input projections start from a ridge regression where there are any.
+
+        Args:
+          begun: True if a checkpoint exists, so that the parameters of the start do not matter.
+          deadline: `time.monotonic()` at which computing features stops.
+        """
+        model, draft_ids = start_of(config, target, layers, documents)
+        objective = cls(model, target, draft_ids, config)
         if config.feature_cache is not None:
-            layers = captured_layers(model.config.feature_layers, target.config.num_layers)
-            also, flag = materials.layers.cached, "--feature-cache"
-            cache = FeatureCache(config.feature_cache, documents, target, layers, also=also, flag=flag)
-            cache.compute(target, materials.deadline)
-        objective = cls(model, target, draft_ids, config, cache)
-        if not materials.layers.rows or config.no_fit or materials.begun:
+            objective.cache = FeatureCache(config.feature_cache, documents, target, objective.captured)
+            objective.cache.compute(target, deadline)
+        if not layers.rows or begun:
             return objective
         rows = batches(documents, length=config.seq_len, batch=FIT_BATCH, seed=config.seed)
         parts = (rows[i] for i in range(max(min(len(documents) // FIT_BATCH, FIT_BATCHES), 1)))
         parts = ({**part, "features": np.asarray(objective.features(part))} for part in parts)
-        share = fit_inputs(model, target, materials.layers.copied[0], parts, objective.captured)
+        share = fit_inputs(model, target, layers.copied[0], parts, objective.captured)
         print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
-        return cls(model, target, draft_ids, config, cache)
+        return cls(model, target, draft_ids, config, objective.cache)
 
     def features(self, batch: dict[str, np.ndarray]) -> Any:
         """Returns the captured features `[B, T, C, E]` of a batch."""

@@ -1,4 +1,4 @@
-"""The start of a block drafter: copies of the target's layers, another drafter, or a fit in closed form."""
+"""The start of a drafter: the target's layers that it copies and reads, another drafter, or a fit in closed form."""
 
 from __future__ import annotations
 
@@ -12,29 +12,94 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
+from failfast_jax.checkpoints.feature_drafter_folder import check_target
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
 from failfast_jax.models.block_network import DSpark, DSparkConfig
 from failfast_jax.models.layers import Attention
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.objective import Materials
-from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.options import require
+from failfast_jax.train.documents import Documents
+from failfast_jax.train.train_config import DIFFUSION, STANDALONE, THIRDS, TrainConfig
 from failfast_jax.util import numerics
 
 
-def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndarray | None]:
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """Numbers of target layers.
+
+    Attributes:
+      copied: those that the drafter's layers start from.
+      features: those whose outputs the drafter reads.
+      rows: those whose outputs enter each row (`--row-features`).
+    """
+
+    copied: tuple[int, ...] = ()
+    features: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+
+
+def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerChoice:
+    """Chooses the target's layers, and checks the options against the target.
+
+    Args:
+      name: the target's name in messages.
+
+    Raises:
+      OptionError: the target cannot serve the options.
+    """
+    is_text = not target.is_diffusion
+    require(is_text, f"--target {name}", "a block-diffusion model; drafters are made from autoregressive targets")
+    context, size, last = target.max_position_embeddings, target.vocab_size, target.num_layers - 1
+    require(config.seq_len <= context, f"--seq-len {config.seq_len}", f"the target's context is {context}")
+    if config.family in DIFFUSION:
+        require(config.layers is None, f"--layers {config.layers}", "--family diffusion trains a whole model")
+        return LayerChoice()
+    if (start := config.start_config) is not None:
+        check_target(start, target, resolve_source(config.start), name, start.num_target_layers)
+        return LayerChoice(features=start.feature_layers)
+    mask = config.mask_token
+    require(mask is None or 0 <= mask < size, f"--mask-token {mask}", f"the target's vocabulary has {size} tokens")
+    first = 0 if config.family in STANDALONE else max(last - 1, 1)
+    copied = _layer_numbers(config.layers, "--layers", last, tuple(range(min(first, last), last + 1)))
+    if not config.row_features:
+        # The input of the first copied layer, and others at even distances.
+        spread = {round(last * share) for share in (0.05, 0.3, 0.55, 0.8)} | {max(copied[0] - 1, 0)}
+        return LayerChoice(copied, _layer_numbers(config.features, "--features", last, tuple(sorted(spread))))
+    flag = "--row-features" if config.layers is None else f"--layers {config.layers}"
+    require(min(copied) > 0, flag, "layer 0 has no layer before it whose output a drafter could read")
+    thirds = tuple(dict.fromkeys((round(last / 3), round(last * 2 / 3), last)))
+    text = None if config.row_features == THIRDS else config.row_features
+    rows = _layer_numbers(text, "--row-features", last, thirds)
+    return LayerChoice(copied, tuple(sorted({*rows, *(layer - 1 for layer in copied)})), rows)
+
+
+def _layer_numbers(text: str | None, flag: str, last: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    if text is None:
+        return default
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"{flag} {text!r}: expected layer numbers separated by commas") from None
+    require(all(0 <= layer <= last for layer in layers), f"{flag} {text}", f"the target's layers are 0 to {last}")
+    require(len({*layers}) == len(layers), f"{flag} {text}", "a layer is named twice")
+    return layers
+
+
+def start_of(
+    config: TrainConfig, target: Decoder, layers: LayerChoice, documents: Documents
+) -> tuple[DSpark, np.ndarray | None]:
     """Returns the network that training starts from, and the tokens that it may draft (None: all).
 
     Raises:
       OptionError: a drafter at `--start` that cannot be trained.
     """
-    target, layers = materials.target, materials.layers
     if config.start is None:
         ids = None
         if config.draft_vocab:
-            sizes = target.config.vocab_size, config.draft_vocab, target.config.eos_token_ids
-            ids = materials.documents.frequent_tokens(*sizes)
-        return initial(target, _shape(config, materials), layers.copied, config.seed), ids
+            ids = documents.frequent_tokens(target.config.vocab_size, config.draft_vocab, target.config.eos_token_ids)
+        return initial(target, _shape(config, target.config, layers), layers.copied, config.seed), ids
     start = load_dspark(resolve_source(config.start), target)
     if start.shared != ("embed", "head"):
         raise OptionError(
@@ -45,9 +110,8 @@ def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndar
     return model, None if start.draft_ids is None else np.asarray(start.draft_ids)
 
 
-def _shape(config: TrainConfig, materials: Materials) -> DSparkConfig:
+def _shape(config: TrainConfig, target: ModelConfig, layers: LayerChoice) -> DSparkConfig:
     """Returns the shape of a new drafter: the target's layers with `--row-features`, else Qwen3's."""
-    layers, target = materials.layers, materials.target.config
     as_qwen3 = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False) | {"model_type": "qwen3", "qk_norm": True}
     changes = {} if layers.rows else as_qwen3
     shape = DSparkConfig(

@@ -1,9 +1,29 @@
-"""The objective of block diffusion, as Fast-dLLM v2 (arXiv:2509.26328) has it."""
+"""The objective of block diffusion, as Fast-dLLM v2 (arXiv:2509.26328, section 3) has it.
+
+A noised and a clean copy of a text run in one pass. Each noised block sees itself and the clean blocks before it, which
+is what a drafter sees of its current block and its cache. Everything is a pure function over the inference `Decoder`'s
+own modules, so that the trained weights are served as they are.
+
+Masks are drawn block by block. Kinds (`--corruption`), for a block of D positions:
+
+- `uniform`: as released. A noise level t ~ U(0, 1) per block; each maskable position is masked with probability
+  `LEAST_NOISE + (1 - LEAST_NOISE) t`, so that a block may have no mask.
+- `draft`: what a one-pass drafter sees: c leading maskable positions stay clean, all after them are masks; c is uniform
+  over what leaves a mask (0 .. D-1 in a block that is all answer).
+
+The batch is doubled. In the second half a `uniform` block has the complement of its masks, so that every answer token
+is a label once; a `draft` block, whose complement would be a clean tail after masks, which no drafter ever sees, draws
+a second c instead.
+
+    tokens           a b c d | e f g h        M: mask
+    uniform          a M M d | M b c M        the first half, then the complement (one block of each)
+    draft            e f M M | e M M M        c = 2, then c = 1
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +31,157 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.picking import argmax, forbid
+from failfast_jax.kernels.plain_attention import HIDDEN, rotated_heads
+from failfast_jax.models.layers import Layer
+from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import name_of
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.masked_text import corrupt, in_blocks
-from failfast_jax.train.paired_forward import forward_pair, source_rows
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import TrainConfig
 
 HEAD_CHUNK = 1024
 """Rows whose logits over the whole vocabulary are in memory at a time."""
+LEAST_NOISE = 1e-3
+"""Lowest probability of a mask under `uniform` (the released code's `eps`)."""
 
 
-class _Texts(NamedTuple):
-    """A batch as the model is given it.
+def in_blocks(x: Array, block: int) -> Array:
+    """Reshapes `[B, L, ...]` to `[B, L / D, D, ...]`."""
+    return x.reshape(x.shape[0], -1, block, *x.shape[2:])
 
-    Attributes:
-      noised: copies of the texts with masks.
-      tokens: the clean texts.
-      seen: tokens of each text that other positions see; None: all.
-      segment: of each block the number of its document, where documents of a row do not see each other.
-      teacher: the target's logits, of which row i - 1 scores token i.
+
+def _uniform_masks(key: Array, maskable: Bool[Array, "B n D"]) -> Bool[Array, "B n D"]:
+    level_key, draw_key = jax.random.split(key)
+    level = LEAST_NOISE + (1 - LEAST_NOISE) * jax.random.uniform(level_key, (*maskable.shape[:2], 1))
+    return maskable & (jax.random.uniform(draw_key, maskable.shape) < level)
+
+
+def _draft_masks(key: Array, maskable: Bool[Array, "B n D"]) -> Bool[Array, "B n D"]:
+    count = maskable.sum(-1, keepdims=True)
+    clean = jax.random.randint(key, count.shape, 0, jnp.maximum(count, 1))
+    return maskable & (jnp.cumsum(maskable, -1) > clean)
+
+
+def draw_masks(key: Array, maskable: Bool[Array, "B L"], block: int, kind: str) -> Bool[Array, "2 B L"]:
+    """Draws the masks of both halves of a batch.
+
+    Args:
+      key: a PRNG key; equal keys give equal masks.
+      maskable: the answers' positions; no other is ever masked.
+      kind: of `--corruption`.
     """
+    blocks = in_blocks(maskable, block)
+    _, *keys = jax.random.split(key, 4)
+    if kind == "draft":
+        first, second = _draft_masks(keys[1], blocks), _draft_masks(keys[2], blocks)
+    else:
+        first = _uniform_masks(keys[0], blocks)
+        second = blocks & ~first
+    return jnp.stack([first, second]).reshape(2, *maskable.shape)
 
-    noised: Int[Array, "C B L"]
-    tokens: Int[Array, "B L"]
-    seen: Int[Array, " B"] | None
-    segment: Int[Array, "B n"] | None
-    teacher: Float[Array, "B L T"] | None
+
+def pair_attention(
+    q: Float[Array, "B C L Q H"],
+    k: Float[Array, "B C L K H"],
+    v: Float[Array, "B C L K H"],
+    block: int,
+) -> Float[Array, "B C L Q H"]:
+    """Attention of C copies of each text, the last of which is the clean one.
+
+    One rule serves all copies: a row sees its own copy's block in both directions, and the clean copy's
+    earlier blocks. Of the clean copy with itself that is the block-causal mask.
+    """
+    batch, copies, width, heads, head_dim = q.shape
+    kv_heads, group = k.shape[3], heads // k.shape[3]
+    # Block 2, length 4, copies n (noised) and c (clean); x: seen
+    #        n0 n1 n2 n3   c0 c1 c2 c3
+    #    n0   x  x                          own block in both directions (`inner`)
+    #    n2         x  x    x  x            own block, and clean blocks before it (`cross`)
+    #    c2                 x  x  x  x
+    # Rows are [B, K, C, n, G, D]: grouped by block (n = L / D), then by query head of one KV head, so that both
+    # products are plain batched matmuls, and neither queries' scores nor weights are transposed.
+    q = q.reshape(batch, copies, -1, block, kv_heads, group, head_dim) * (head_dim**-0.5)
+    q = q.transpose(0, 4, 1, 2, 5, 3, 6)
+    k_own, v_own = (x.reshape(batch, copies, -1, block, kv_heads, head_dim).transpose(0, 4, 1, 2, 3, 5) for x in (k, v))
+    k_clean, v_clean = (x.reshape(batch, kv_heads, width, head_dim) for x in (k_own[:, :, -1], v_own[:, :, -1]))
+
+    inner = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_own, preferred_element_type=jnp.float32)
+    cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
+    earlier = jnp.arange(width) // block < jnp.arange(width // block)[:, None]  # [n, L]
+    cross = jnp.where(earlier[:, None, None], cross, HIDDEN)
+
+    # One softmax over both parts, without joining them in memory.
+    highest = jax.lax.stop_gradient(jnp.maximum(inner.max(-1), cross.max(-1)))[..., None]
+    inner, cross = jnp.exp(inner - highest), jnp.exp(cross - highest)
+    total = inner.sum(-1, keepdims=True) + cross.sum(-1, keepdims=True)
+    inner, cross = (inner / total).astype(v.dtype), (cross / total).astype(v.dtype)
+    out = jnp.einsum("bkcngqt,bkcnth->bkcngqh", inner, v_own, preferred_element_type=jnp.float32)
+    out += jnp.einsum("bkcngqt,bkth->bkcngqh", cross, v_clean, preferred_element_type=jnp.float32)
+    return out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
+
+
+def forward_pair(
+    model: Decoder,
+    noised: Int[Array, "M L"],
+    clean: Int[Array, "B L"],
+    *,
+    gather: Callable[[Layer], Layer] | None = None,
+) -> tuple[Float[Array, "M L E"], Float[Array, "B L E"]]:
+    """Runs noised and clean copies of texts in one pass, both at the text's positions.
+
+    Clean row i sees clean j iff `i // D >= j // D`. Noised row i sees noised j of its own block, in both
+    directions, and clean j of earlier blocks; never its own block's clean tokens. So whatever fills a text up after its
+    last block is seen by nothing in it.
+
+    Args:
+      noised: copies of the texts; M may be a multiple of B (row r is of text r mod B), which then share one clean copy.
+        L is a multiple of the block size.
+      gather: puts a layer together from the parts that the devices of a `shard_map` hold: again in the backward pass,
+        so that no more than one layer is whole at a time.
+
+    Returns:
+      Hidden states after the final norm (see `Decoder.logits_of`) of the noised and of the clean copy.
+    """
+    block = model.config.block_size
+    rotation = rotary(model.config, jnp.arange(clean.shape[1])[None])
+
+    @jax.checkpoint  # only each layer's input is kept for the backward pass
+    def step(layer: Layer, x: Float[Array, "B C L E"]) -> Float[Array, "B C L E"]:
+        def attend(heads: Array) -> tuple[Array, None]:
+            return pair_attention(*rotated_heads(heads, *rotation), block), None
+
+        return (layer if gather is None else gather(layer))(x, attend)[0]
+
+    # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
+    copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
+    x = model.embed[...][copies].astype(model.dtype)
+    # A loop over one program, which compiles in the time of one layer; parameters are copied once per step.
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+    x, _ = jax.lax.scan(lambda x, layer: (step(layer, x), None), x, layers)
+    x = model.norm(x).swapaxes(0, 1)
+    return x[:-1].reshape(*noised.shape, -1), x[-1]
+
+
+def source_rows(
+    noised: Float[Array, "M L E"], clean: Float[Array, "B L E"], block: int, start: str = "clean"
+) -> Float[Array, "M L E"]:
+    """Returns the hidden state that predicts each position: its left neighbour's.
+
+    Args:
+      start: which neighbour predicts a block's first position. `clean`: the last row of the clean block before it,
+        which is what a decoder has once that block is final. `noised`: the last row of the noised block before it, as
+        in Fast-dLLM v2's released code, which shifts the noised half as a whole.
+
+    Returns:
+      Position 0 has no neighbour: its row is meaningless.
+    """
+    if start == "noised":
+        return jnp.roll(noised, 1, axis=1)
+    # Only the last row of each clean block is ever needed.
+    noised, ends = in_blocks(noised, block), in_blocks(clean, block)[:, :, -1]
+    first = jnp.tile(jnp.roll(ends, 1, axis=1), (noised.shape[0] // ends.shape[0], 1, 1))
+    rows = jnp.concatenate([first[:, :, None], noised[:, :, :-1]], axis=2)
+    return rows.reshape(rows.shape[0], -1, rows.shape[-1])
 
 
 def loss(
@@ -49,139 +193,93 @@ def loss(
     spread: Spread | None = None,
     head_chunk: int = HEAD_CHUNK,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the objective on one batch: cross-entropy, and optionally KL, on the masked positions.
+    """Returns the objective on one batch: cross-entropy on the masked positions.
 
     Labels are the data's own tokens (of self-generated data: the target's greedy ones), shifted as in decoding, see
-    `source_rows`. The masks are those of `corrupt` with this `key`.
+    `source_rows`. The masks are those of `draw_masks` with this `key`.
 
     Args:
-      batch: `tokens` Int[B, L], and which of them are answers, in one of two forms. A document per row: `prompt_length`
-        Int[B] and `length` Int[B], of prompt and answer; whatever follows is padding. Packed rows: `labelled`
-        Bool[B, L], tokens below 0 where a block is filled up and, if documents in a row do not see each other,
-        `segment` Int[B, L / D]. With `options.kl_weight`: `teacher_logits` Float[B, L, T], the target's, of which
-        row i - 1 scores token i; T may be smaller than the drafter's vocabulary.
+      batch: rows of `packing.PackedRows`: `tokens` Int[B, L], below 0 where a block is filled up, and `labelled`
+        Bool[B, L], true for answers.
       options: static.
       spread: devices over which texts and parameters are spread; None: wherever XLA puts them.
       head_chunk: rows of logits in memory at a time.
 
     Returns:
-      The weighted mean over the labels of `(1 - kl_weight) * cross-entropy + kl_weight * KL`, in nats (0 if there
-      is no label), and metrics: `loss`; `cross_entropy` and, with a teacher, `kl`, weighted likewise;
-      `accuracy` over all labels and `first_accuracy` over each block's first one; their counts `labels`, `firsts`.
-
-    Raises:
-      ValueError: L is no multiple of the block size, the model has no mask token, or the teacher's logits are
-        missing or too wide.
+      The weighted mean over the labels of the cross-entropy, in nats (0 if there is no label), and metrics: `accuracy`
+      over all labels and `first_accuracy` over each block's first one; their counts `labels`, `firsts`.
     """
-    config, teacher = model.config, batch.get("teacher_logits") if options.kl_weight else None
-    if config.mask_token_id is None:
-        raise ValueError("the model's config has no mask_token_id: not a block-diffusion model")
-    if options.kl_weight and teacher is None:
-        raise ValueError(f"kl_weight {options.kl_weight} needs teacher_logits in the batch")
-    if teacher is not None and teacher.shape[-1] > config.vocab_size:
-        raise ValueError(f"teacher_logits over {teacher.shape[-1]} ids for a drafter with {config.vocab_size}")
-    tokens, maskable, seen = _layout(batch, config.mask_token_id, config.block_size)
-    noised, masked = corrupt(key, tokens, maskable, config.mask_token_id, config.block_size, options=options)
-    texts = _Texts(noised.reshape(-1, *tokens.shape), tokens, seen, batch.get("segment"), teacher)
+    mask_token, block = model.config.mask_token_id, model.config.block_size
+    # A document's last block is filled up with visible masks: a drafter cannot know where a text will end.
+    tokens = jnp.where(batch["tokens"] < 0, mask_token, batch["tokens"])
+    # Nothing precedes position 0 that could predict it.
+    maskable = batch["labelled"] & (jnp.arange(tokens.shape[1]) > 0) & (tokens != mask_token)
+    masked = draw_masks(key, maskable, block, options.corruption)
 
-    def scores(model: Decoder, texts: _Texts, gather: Callable | None = None) -> tuple[Array, Array, Array]:
-        noised = texts.noised.reshape(-1, texts.tokens.shape[1])
-        pair = forward_pair(model, noised, texts.tokens, texts.seen, texts.segment, gather=gather)
-        hidden = source_rows(*pair, model.config.block_size, options.block_start)
-        return _scores(model, hidden, texts, score_mask=options.mask_logit == "scored", chunk=head_chunk)
+    def scores(model: Decoder, tokens: Array, masked: Array, gather: Callable | None = None) -> tuple[Array, Array]:
+        noised = jnp.where(masked, mask_token, tokens).reshape(-1, tokens.shape[1])
+        hidden = source_rows(*forward_pair(model, noised, tokens, gather=gather), block, options.block_start)
+        return _scores(model, hidden, tokens, score_mask=options.mask_logit == "scored", chunk=head_chunk)
 
-    parts = scores(model, texts) if spread is None else _on_devices(scores, model, texts, spread)
-    cross_entropy, correct, kl = (part.reshape(masked.shape) for part in parts)
-    rank = jnp.cumsum(in_blocks(masked, config.block_size), -1).reshape(masked.shape)
+    if spread is None:
+        cross_entropy, correct = scores(model, tokens, masked)
+    else:
+        cross_entropy, correct = _on_devices(scores, model, tokens, masked, spread)
+    rank = jnp.cumsum(masked.reshape(2, len(tokens), -1, block), -1).reshape(masked.shape)
     # masked 0 1 1 0 | 1 1 1 0, position_decay 2: rank 0 1 2 2 | 1 2 3 3, weight 0 1 .61 0 | 1 .61 .37 0
     decay = options.position_decay
     weight = jnp.where(masked, jnp.exp((1 - rank) / decay) if decay else 1.0, 0.0)
     # A block's first label weighs 1, so that only a batch without labels has a smaller sum.
-    normaliser = jnp.maximum(weight.sum(), 1.0)
-    cross_entropy, kl = jnp.sum(weight * cross_entropy) / normaliser, jnp.sum(weight * kl) / normaliser
-    total = (1 - options.kl_weight) * cross_entropy + options.kl_weight * kl
+    value = jnp.sum(weight * cross_entropy) / jnp.maximum(weight.sum(), 1.0)
     first = masked & (rank == 1)
     labels, firsts = masked.sum(), first.sum()
-    metrics = {
-        "loss": total,
-        "cross_entropy": cross_entropy,
+    return value, {
         "accuracy": (correct & masked).sum() / jnp.maximum(labels, 1),
         "first_accuracy": (correct & first).sum() / jnp.maximum(firsts, 1),
         "labels": labels,
         "firsts": firsts,
     }
-    return total, metrics if teacher is None else metrics | {"kl": kl}
 
 
-def _layout(
-    batch: Mapping[str, Array], mask_token: int, block: int
-) -> tuple[Int[Array, "B L"], Bool[Array, "B L"], Int[Array, " B"] | None]:
-    """Returns tokens with masks for padding; which of them may be masked; and how many are seen.
-
-    The last block is filled up with visible masks, which are no labels: a drafter cannot know where a text will end.
-    """
-    tokens = batch["tokens"]
-    position = jnp.arange(tokens.shape[1])
-    # Nothing precedes position 0 that could predict it.
-    if "labelled" in batch:
-        tokens = jnp.where(tokens >= 0, tokens, mask_token)
-        return tokens, batch["labelled"] & (position > 0) & (tokens != mask_token), None
-    length = batch["length"]
-    tokens = jnp.where(position < length[:, None], tokens, mask_token)
-    maskable = (position >= jnp.maximum(batch["prompt_length"], 1)[:, None]) & (tokens != mask_token)
-    return tokens, maskable, (length + block - 1) // block * block
-
-
-def _on_devices(scores: Callable, model: Decoder, texts: _Texts, spread: Spread) -> tuple:
+def _on_devices(scores: Callable, model: Decoder, tokens: Array, masked: Array, spread: Spread) -> tuple[Array, Array]:
     """Runs `scores` on each device for its own texts; a layer's parameters are put together where it runs."""
     layer = spread.gather(model.layers[0])
     ends = spread.gather(model, parts=lambda path: name_of(path[:1]) != "layers")
     rows, copies = spread.rows.spec, P(None, *spread.rows.spec)
-    specs = (jax.tree.map(lambda leaf: spread.spec(tuple(leaf.shape)), model), _Texts(copies, rows, rows, rows, rows))
-    run = spread.per_device(lambda model, texts: scores(ends(model), texts, layer), specs, copies)
-    return run(model, texts)
+    parameters = jax.tree.map(lambda leaf: spread.spec(tuple(leaf.shape)), model)
+    specs = {"in_specs": (parameters, rows, copies), "out_specs": copies}
+
+    @functools.partial(jax.shard_map, mesh=spread.mesh, check_vma=False, **specs)
+    def run(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, Array]:
+        return scores(ends(model), tokens, masked, layer)
+
+    return run(model, tokens, masked)
 
 
 def _scores(
-    model: Decoder, hidden: Float[Array, "M L E"], texts: _Texts, *, score_mask: bool, chunk: int
-) -> tuple[Float[Array, "C B L"], Bool[Array, "C B L"], Float[Array, "C B L"]]:
-    """Returns each position's cross-entropy with its token, whether the argmax is that token, and KL(teacher || model).
+    model: Decoder, hidden: Float[Array, "M L E"], tokens: Int[Array, "B L"], *, score_mask: bool, chunk: int
+) -> tuple[Float[Array, "2 B L"], Bool[Array, "2 B L"]]:
+    """Returns each position's cross-entropy with its token, and true where the argmax is that token.
 
-    Both distributions are without the mask token, unless `score_mask`. `chunk` rows of logits are in memory at a time,
+    The distribution is without the mask token, unless `score_mask`. `chunk` rows of logits are in memory at a time,
     and are computed again in the backward pass.
 
     Args:
       hidden: rows that predict the positions of the noised copies, masked or not.
     """
-    (copies, count, length), teacher, mask_token = texts.noised.shape, texts.teacher, model.config.mask_token_id
-    # Two texts of three tokens: the teacher's rows for the tokens of each are (text, row) 00 00 01, 10 10 11.
-    text, row = jnp.meshgrid(jnp.arange(count), jnp.maximum(jnp.arange(length) - 1, 0), indexing="ij")
-    columns = (
-        hidden.reshape(-1, hidden.shape[-1]),
-        *(jnp.tile(x, (copies, 1)).reshape(-1) for x in (texts.tokens, text, row)),
-    )
+    labels = jnp.stack([tokens, tokens])
 
     @jax.checkpoint
-    def of_chunk(rows: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        hidden, labels, text, row = rows
+    def of_chunk(rows: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, labels = rows
         raw = model.logits_of(hidden)
-        logits = raw if score_mask else forbid(raw, mask_token, raw.shape[-1])
-        normaliser = jax.nn.logsumexp(logits, -1)
+        logits = raw if score_mask else forbid(raw, model.config.mask_token_id, raw.shape[-1])
         # The label's own logit is read before the mask token's is hidden: a row that does not count may be labelled so.
-        cross_entropy = normaliser - jnp.take_along_axis(raw, labels[:, None], -1)[:, 0]
-        correct = argmax(jax.lax.stop_gradient(logits)) == labels
-        if teacher is None:
-            return cross_entropy, correct, jnp.zeros_like(cross_entropy)
-        target = forbid(teacher[text, row].astype(jnp.float32), mask_token, teacher.shape[-1])
-        log_target = jax.nn.log_softmax(target, -1)
-        log_drafter = raw[:, : teacher.shape[-1]] - normaliser[:, None]
-        # Tokens of probability 0 add nothing, though their logarithm is -inf; nor do NaNs of rows without a teacher.
-        possible = log_target > -jnp.inf
-        share = jnp.where(possible, jnp.exp(log_target), 0.0)
-        return cross_entropy, correct, jnp.sum(share * (jnp.where(possible, log_target, 0.0) - log_drafter), -1)
+        cross_entropy = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(raw, labels[:, None], -1)[:, 0]
+        return cross_entropy, argmax(jax.lax.stop_gradient(logits)) == labels
 
     def in_chunks(x: Array) -> Array:
         return jnp.pad(x, ((0, -len(x) % chunk), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
 
-    parts = jax.lax.map(of_chunk, tuple(map(in_chunks, columns)))
-    return tuple(part.reshape(-1)[: copies * count * length].reshape(copies, count, length) for part in parts)
+    parts = jax.lax.map(of_chunk, (in_chunks(hidden.reshape(-1, hidden.shape[-1])), in_chunks(labels.reshape(-1))))
+    return tuple(part.reshape(-1)[: labels.size].reshape(labels.shape) for part in parts)

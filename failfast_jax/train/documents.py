@@ -1,7 +1,14 @@
-"""Training documents: prompts and answers, as token ids in `.npz` files.
+"""Training documents: prompts and answers, as token ids in `.npz` files, and batches of them.
 
 A file holds `prompt` and `answer` (ids of all documents, concatenated) and `prompt_len` and `answer_len`
 (tokens of each); `python -m failfast_jax.train selfgen` writes folders of such files.
+
+For block diffusion, documents are packed into rows, each beginning at a new block. `--packing none`: one document per
+row. `stream`: documents of a row see those before them, as in Fast-dLLM v2's released code.
+
+    block 4, width 12, documents aaaaa bb cccc      .: filler
+    row 0   aaaa a... bb..
+    row 1   cccc .... ....
 """
 
 from __future__ import annotations
@@ -9,21 +16,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from failfast_jax.errors import InputError
+from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util.files import write_atomically
 
 PARTS = ("prompt", "answer")
 ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
-FILES, HUB = (".npz", ".jsonl", ".parquet"), "hub"
-"""Kinds of training data: suffixes of files, and datasets of the Hugging Face Hub."""
 LARGEST_UINT16_VOCABULARY = 65_536
+OPEN = 8
+"""Rows that may still be added to while documents are dealt out."""
+FILLER = -1
 
 Ids = Sequence[int] | np.ndarray
 Document = tuple[Ids, Ids] | tuple[Ids, Ids, np.ndarray]
@@ -41,26 +49,20 @@ class Documents:
     Attributes:
       tokens: per document its prompt's and answer's ids, `[length]` int32.
       prompt_length: tokens of each prompt, `[documents]`.
-      labelled: per document which of its tokens are answers, `[length]` bool; None: all after the prompts.
+      labelled: per document which of its tokens are answers, `[length]` bool.
     """
 
     tokens: list[np.ndarray]
     prompt_length: np.ndarray
-    labelled: list[np.ndarray] | None = None
+    labelled: list[np.ndarray]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, indices: Ids) -> Documents:
         """Returns the documents with these numbers."""
-        labelled = None if self.labelled is None else [self.labelled[i] for i in indices]
-        return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)], labelled)
-
-    def answers(self, index: int) -> np.ndarray:
-        """Returns a mask of the tokens of a document that are answers."""
-        if self.labelled is not None:
-            return self.labelled[index]
-        return np.arange(len(self.tokens[index])) >= self.prompt_length[index]
+        rows = [self.tokens[i] for i in indices], self.prompt_length[list(indices)]
+        return Documents(*rows, [self.labelled[i] for i in indices])
 
     def pairs(self) -> list[Document]:
         """Returns prompt and answer of each document: of a conversation, the first prompt and all that follows."""
@@ -69,20 +71,9 @@ class Documents:
     def digest(self) -> str:
         """Returns a digest of these documents in this order."""
         lengths = np.asarray([len(row) for row in self.tokens], np.int64)
-        parts = (np.concatenate(self.tokens).astype(np.int32), lengths, self.prompt_length.astype(np.int64))
-        labelled = () if self.labelled is None else (np.packbits(np.concatenate(self.labelled)),)
-        return hashlib.sha256(b"".join(part.tobytes() for part in (*parts, *labelled))).hexdigest()[:16]
-
-    def split(self, held_out: int) -> tuple[Documents, Documents]:
-        """Returns the training documents and the `held_out` last ones.
-
-        Raises:
-          DataError: nothing would be left to train on.
-        """
-        if held_out >= len(self):
-            raise DataError(f"--held-out {held_out}: there are only {len(self)} documents")
-        cut = len(self) - held_out
-        return self.take(range(cut)), self.take(range(cut, len(self)))
+        tokens, labelled = np.concatenate(self.tokens), np.packbits(np.concatenate(self.labelled))
+        parts = (tokens.astype(np.int32), lengths, self.prompt_length.astype(np.int64), labelled)
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
     def frequent_tokens(self, vocab_size: int, count: int, always: Sequence[int] = ()) -> np.ndarray:
         """Returns the `count` most frequent tokens of the answers, `always` among them, by ascending id.
@@ -108,7 +99,7 @@ def load_documents(
     """Reads files, and folders of them, in the order of their names.
 
     Args:
-      read: readers of other kinds than `.npz`, see `kind`.
+      read: readers of other files than `.npz`, by suffix.
       shortest: tokens (prompt and answer) that a document needs: a block.
       longest: documents are cut to this many tokens.
       skip_short: leave out documents below `shortest` instead of refusing the file.
@@ -116,19 +107,17 @@ def load_documents(
     Raises:
       DataError: nothing to read, a damaged or empty file, ids outside the vocabulary, a short document.
     """
-    readers = read or {}
+    readers = {".npz": lambda file: read_documents(file, vocab_size), **(read or {})}
     tokens: list[np.ndarray] = []
     prompts: list[int] = []
     labelled: list[np.ndarray] = []
-    whole = False
-    for file in files(paths, (".npz", *readers)):
-        reader = readers.get(kind(file))
-        for number, (prompt, answer, *marks) in enumerate(reader(file) if reader else read_documents(file, vocab_size)):
+    for file in files(paths, readers):
+        reader = readers.get(file.suffix, readers[".npz"])
+        for number, (prompt, answer, *marks) in enumerate(reader(file)):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
             if shortest <= len(document) and len(prompt) + 1 < len(document):
                 tokens.append(document)
                 prompts.append(len(prompt))
-                whole = whole or bool(marks)
                 answers = marks[0] if marks else np.ones(len(answer), bool)
                 labelled.append(np.concatenate([np.zeros(len(prompt), bool), answers])[:longest])
             elif not skip_short:
@@ -139,28 +128,22 @@ def load_documents(
     if not tokens:
         where = ", ".join(map(str, paths))
         raise DataError(f"{where}: no usable documents: none has {shortest} tokens, two of them an answer's")
-    return Documents(tokens, np.asarray(prompts, np.int32), labelled if whole else None)
+    return Documents(tokens, np.asarray(prompts, np.int32), labelled)
 
 
-def kind(path: Path) -> str:
-    """Returns a file's suffix; HUB for `NAME/NAME` or `NAME/NAME:SPLIT` that is no file on this machine."""
-    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(path)) and path.suffix not in FILES
-    return HUB if is_name and not path.exists() else path.suffix
-
-
-def files(paths: Sequence[Path], kinds: Sequence[str]) -> list[Path]:
-    """Returns the named files, those of these kinds in named folders, and datasets of the Hub, if that is a kind.
+def files(paths: Sequence[Path], kinds: Collection[str]) -> list[Path]:
+    """Returns the named files, and those of these suffixes in named folders.
 
     Raises:
       DataError: nothing is there.
     """
     every: list[Path] = []
     for path in paths:
+        if not path.is_dir() and not path.is_file():
+            raise DataError(f"{path}: no such file or folder")
         inside = sorted(file for file in path.iterdir() if file.suffix in kinds) if path.is_dir() else [path]
         if not inside:
-            raise DataError(f"{path}: no {' or '.join(name for name in kinds if name != HUB)} files in this folder")
-        if not (path.is_dir() or path.is_file() or (HUB in kinds and kind(path) == HUB)):
-            raise DataError(f"{path}: no such file or folder")
+            raise DataError(f"{path}: no {' or '.join(kinds)} files in this folder")
         every += inside
     return every
 
@@ -176,37 +159,26 @@ def read_documents(file: Path, vocab_size: int) -> list[Document]:
             arrays = {name: stored[name] for name in ARRAYS if name in stored}
     except Exception as error:  # of NumPy, and zipfile's and zlib's own errors for damaged members
         raise DataError(f"{file}: not a readable .npz file ({type(error).__name__}: {error})") from None
-    try:
-        prompts, answers = (_split(arrays, name, vocab_size) for name in PARTS)
-        if len(prompts) != len(answers):
-            raise ValueError(f"{len(prompts)} prompts, but {len(answers)} answers")
-    except ValueError as error:
-        raise DataError(f"{file}: {error}") from None
+    for name in ARRAYS:
+        if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
+            raise DataError(f"{file}: array {name!r} is not there as one-dimensional integers, as {ARRAYS} must be")
+    prompts, answers = (_split(file, arrays, name, vocab_size) for name in PARTS)
+    if len(prompts) != len(answers):
+        raise DataError(f"{file}: {len(prompts)} prompts, but {len(answers)} answers")
     return list(zip(prompts, answers))
 
 
-def _split(arrays: Mapping[str, np.ndarray], name: str, vocab_size: int) -> list[np.ndarray]:
-    """Returns the ids of each document's prompt or answer; ValueError: what is wrong with the arrays."""
-    for key in (name, f"{name}_len"):
-        if key not in arrays:
-            raise ValueError(f"array {key!r} is missing (expected {', '.join(ARRAYS)})")
-        if arrays[key].ndim != 1 or not np.issubdtype(arrays[key].dtype, np.integer):
-            raise ValueError(
-                f"array {key!r} must be one-dimensional integers, got {arrays[key].dtype} {arrays[key].shape}"
-            )
+def _split(file: Path, arrays: Mapping[str, np.ndarray], name: str, vocab_size: int) -> list[np.ndarray]:
+    """Returns the ids of each document's prompt or answer."""
     ids, lengths = arrays[name], arrays[f"{name}_len"].astype(np.int64)
+    if not len(lengths) or lengths.min() < 1 or lengths.sum() != len(ids):
+        raise DataError(f"{file}: {name}_len must hold lengths of at least 1 that add up to the {len(ids)} ids")
     ends = np.cumsum(lengths)
-    if not len(lengths):
-        raise ValueError("no documents")
-    if (lengths < 1).any():
-        raise ValueError(f"document {int(np.argmax(lengths < 1))} has an empty {name}")
-    if ends[-1] != len(ids):
-        raise ValueError(f"{name}_len adds up to {ends[-1]}, but {name!r} has {len(ids)} ids")
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         bad = int(np.argmax(outside))
         place = f"document {int(np.searchsorted(ends, bad, side='right'))}: token id {int(ids[bad])} in {name!r}"
-        raise ValueError(f"{place} is outside the target's vocabulary of {vocab_size}")
+        raise DataError(f"{file}: {place} is outside the target's vocabulary of {vocab_size}")
     return np.split(ids, ends[:-1])
 
 
@@ -255,3 +227,69 @@ def shuffled(rows: Any, batch: int, seed: int) -> Any:
     import grain
 
     return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch)
+
+
+def packed(lengths: list[int], width: int, packing: str) -> list[list[int]]:
+    """Deals documents out, in their order, to the first of a few open rows that has room: numbers by row.
+
+    Args:
+      lengths: at most `width` each.
+      packing: one of `train_config.PACKINGS`.
+    """
+    if packing == "none":
+        return [[number] for number in range(len(lengths))]
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for number, length in enumerate(lengths):
+        still_open = range(max(len(rows) - OPEN, 0), len(rows))
+        row = next((row for row in still_open if room[row] >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(width)
+        rows[row].append(number)
+        room[row] -= length
+    return rows
+
+
+class PackedRows:
+    """Rows of documents by index, for Grain to shuffle and batch.
+
+    Which documents share a row depends on `seed` alone, and is the same in every epoch.
+
+    Args:
+      width: tokens of a row, a multiple of `block`.
+      packing: one of `train_config.PACKINGS`.
+    """
+
+    def __init__(self, documents: Documents, width: int, block: int, seed: int, packing: str):
+        self.documents, self.width, self.block = documents, width, block
+        self._order = np.random.default_rng(seed).permutation(len(documents)).tolist()
+        self._rows = packed([self._blocks(i) * block for i in self._order], width, packing)
+
+    def _blocks(self, index: int) -> int:
+        return -(-len(self.documents.tokens[index]) // self.block)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Returns `tokens` int32 `[width]`, `FILLER` after the end of a document, and `labelled` bool `[width]`."""
+        tokens = np.full(self.width, FILLER, np.int32)
+        labelled = np.zeros(self.width, bool)
+        start = 0
+        for place in self._rows[index]:
+            document = self._order[place]
+            ids = self.documents.tokens[document]
+            tokens[start : start + len(ids)] = ids
+            labelled[start : start + len(ids)] = self.documents.labelled[document]
+            # The tokens before a document's first token have nothing to do with it.
+            labelled[start] = False
+            start += self._blocks(document) * self.block
+        return {"tokens": tokens, "labelled": labelled}
+
+
+def packed_batches(documents: Documents, config: TrainConfig) -> tuple[Any, float]:
+    """Returns endless shuffled batches of packed rows by step number, and the share of tokens in them."""
+    rows = PackedRows(documents, config.seq_len, config.block_size, config.seed, config.packing)
+    share = sum(map(len, documents.tokens)) / (len(rows) * config.seq_len)
+    return shuffled(rows, config.batch * config.accumulate, config.seed), share

@@ -2,8 +2,7 @@
 
 A block-diffusion model answers some dozens of prompts by plain decoding. The guesses of each pass are compared with
 the tokens that the next ones fill in: the states that text really goes through, named by ranks, are counted. Those that
-most texts reach by way of kept states are kept. The graph is a small JSON file beside the model, or at `--out`; passes
-that it spares are measured on other prompts.
+most texts reach by way of kept states are kept. The graph is a small JSON file beside the model, or at `--out`.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ import argparse
 import collections
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,22 +23,16 @@ from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
 from failfast_jax.engine import FailFast
-from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.errors import ConfigError
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.models.sharding import whole
-from failfast_jax.options import CommandOptions, add_flags, add_flags_of, option
-from failfast_jax.public_data.question_sets import stamp
+from failfast_jax.options import CommandOptions, add_flags, add_flags_of, option, require
 from failfast_jax.train import documents
 from failfast_jax.train.conversations import read_conversations
-from failfast_jax.train.resume import check_same
-from failfast_jax.util import processes
 from failfast_jax.util.files import user_path
 
 BATCH = 8
 """Prompts that are answered together."""
 Ids = Sequence[int]
-SHOWN = (1, 3, 10)
-"""Sizes of the graph that are reported, beside the largest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +40,6 @@ class CalibrationOptions(CommandOptions):
     """Options of the command that are numbers."""
 
     prompts: int = option(48, "first n to count on, or all of fewer", least=1)
-    held_out: int = option(16, "last n, to report on", least=1)
     states: int = option(16, "most draft states to keep", least=1, most=MOST_STATES)
     max_new_tokens: int = option(128, "tokens per answer", least=1)
     temperature: float = option(0.0, "of the answers", least=0)
@@ -61,30 +50,23 @@ class CalibrationOptions(CommandOptions):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument("--target", metavar="P", required=True, help="the block-diffusion model")
-    parser.add_argument(
-        "--data",
-        type=user_path,
-        nargs="+",
-        required=True,
-        help="prompts: .npz files, folders of them, or .jsonl of chats",
-    )
+    data = "prompts: .npz files, folders of them, or .jsonl of chats"
+    parser.add_argument("--data", type=user_path, nargs="+", required=True, help=data)
     parser.add_argument("--out", metavar="FILE", type=user_path, help="default: spiffy.json beside the model")
     add_flags_of(parser, CalibrationOptions)
     parser.add_argument("--dtype", choices=DTYPES, help="weight dtype (default: as stored)")
-    processes.add_flag(parser)
     add_flags(parser.add_argument_group("schedule", "as of generate"), {DIFFUSION_METHOD: ScheduleOptions})
 
 
 def work(args: argparse.Namespace) -> None:
-    """Counts on prompts, chooses states, measures them on others and writes the graph."""
+    """Counts on prompts, chooses states and writes the graph."""
     options = CalibrationOptions.given(args)
     schedule = {name: getattr(args, name) for name in ScheduleOptions.names()}
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
     config = GenerationConfig(DIFFUSION_METHOD, options=schedule, **sampling)
     find_models({"--target": args.target})
     file = args.out or default_file(args.target)
-    if not file.resolve().parent.is_dir():
-        raise OptionError(f"--out {file}: no such folder")
+    require(file.resolve().parent.is_dir(), f"--out {file}", "no such folder")
     engine = FailFast(args.target, dtype=args.dtype, tensor_parallel=options.tensor_parallel)
     vocab = engine.target.config.vocab_size
     loaded = documents.load_documents(
@@ -95,22 +77,10 @@ def work(args: argparse.Namespace) -> None:
         skip_short=True,
         read={".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)},
     )
-    counted, held_out = ([prompt.tolist() for prompt, _ in part.pairs()] for part in loaded.split(options.held_out))
-    counted = counted[: options.prompts]
-    check_same({"prompts": stamp(counted), "held_out": stamp(held_out)})
+    counted = [prompt.tolist() for prompt, _ in loaded.pairs()[: options.prompts]]
     graph = calibrated(engine, counted, config, options.states)
-    graph.save(file)  # every process: each reads its own host's
-    kept = len(graph.pair_sets)
-    figures = report(engine, held_out, config, file, sorted({*(size for size in SHOWN if size < kept), kept}))
-    dataclasses.replace(graph, about=graph.about | {"held_out": figures}).save(file)
-    for line in figures["sizes"]:
-        print(
-            f"--spiffy {line['states']}: {line['passes']} passes and {line['adopted']} adopted, {line['plain']} "
-            f"without it: {line['fewer']:.2f} x fewer on {figures['prompts']} prompts not counted on; "
-            f"{line['same_texts']} texts are the same",
-            file=sys.stderr,
-        )
-    print(json.dumps({"file": str(file), "states": kept, "held_out": figures}))
+    graph.save(file)
+    print(json.dumps({"file": str(file), "states": len(graph.pair_sets), **graph.about}))
 
 
 def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, most: int) -> DraftGraph:
@@ -121,9 +91,9 @@ def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfi
     """
     plain = engine.resolve(config, options={**config.options, "spiffy": 0})
     trajectories, sizes = [], None
-    for some, batch in _batches(prompts):
-        rows, sizes = passes_of(engine, batch, plain)
-        for row in rows[: len(some)]:
+    for first in range(0, len(prompts), BATCH):
+        rows, sizes = passes_of(engine, prompts[first : first + BATCH], plain)
+        for row in rows:
             trajectories += trajectories_of(row, engine.target.config.mask_token_id)
     chosen = best_states(trajectories, most)
     if not chosen:
@@ -140,14 +110,6 @@ def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfi
         "counts": [count for _, count in chosen],
     }
     return DraftGraph(block, small, tuple(pairs for pairs, _ in chosen), about)
-
-
-def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[Sequence[Ids], list[Ids]]]:
-    """Yields prompts that are answered together, and the same filled up to a whole batch: one program serves all."""
-    size = min(BATCH, len(prompts))
-    for first in range(0, len(prompts), size):
-        some = prompts[first : first + size]
-        yield some, [*some, *[some[0]] * (size - len(some))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +141,7 @@ def passes_of(
     while True:
         guesses = state.guesses
         parts = (state.running, state.text, state.at, guesses.at, guesses.tokens, guesses.confidence)
-        running, *seen = jax.device_get(tuple(map(whole, parts)))
+        running, *seen = jax.device_get(parts)
         if not running.any():
             return rows, (session.block, session.small_block, float(session.threshold))
         for row in np.flatnonzero(running):
@@ -229,26 +191,3 @@ def best_states(trajectories: Sequence[Sequence[Pairs]], most: int) -> list[tupl
             while states and states[0] in chosen:
                 states.popleft()
     return list(chosen.items())
-
-
-def report(
-    engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, file: Path, sizes: Sequence[int]
-) -> dict[str, Any]:
-    """Returns the passes with graphs of several sizes, and without a graph."""
-
-    def answers(**more: Any) -> list[Any]:
-        request = dataclasses.replace(config, options={**config.options, **more})
-        batches = [engine.generate(batch, request)[: len(some)] for some, batch in _batches(prompts)]
-        return [result for batch in batches for result in batch]
-
-    plain = answers()
-    passes = sum(result.stats.target_passes for result in plain)
-    lines = []
-    for size in sizes:
-        drafted = answers(spiffy=size, spiffy_graph=str(file))
-        line = {"states": size, "passes": sum(result.stats.target_passes for result in drafted), "plain": passes}
-        line["fewer"] = passes / line["passes"]
-        line["adopted"] = sum(result.stats.adopted_passes for result in drafted)
-        line["same_texts"] = sum(a.output_ids == b.output_ids for a, b in zip(plain, drafted))
-        lines.append(line)
-    return {"prompts": len(prompts), "sizes": lines}

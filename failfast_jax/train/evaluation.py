@@ -13,8 +13,8 @@ from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.confidence_scaling import Drafts
 from failfast_jax.train.documents import Documents
-from failfast_jax.train.objective import Objective
 from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.train.trainer import Objective
 from failfast_jax.util import processes
 
 
@@ -26,7 +26,6 @@ class Evaluation:
     Args:
       objective: converts parameters to a drafter (`drafter`).
       config: the number of prompts, which are answered in one batch, and the lengths of answers and drafts.
-      tokenizers: the target's and the drafter's, where their vocabularies may differ in size.
 
     Raises:
       OptionError, PromptError: these drafts, or answers to these prompts, are impossible.
@@ -36,14 +35,7 @@ class Evaluation:
       drafts: of the last result: the confidences of each draft's tokens, and how many were accepted.
     """
 
-    def __init__(
-        self,
-        target: Decoder,
-        objective: Objective,
-        held_out: Documents,
-        config: TrainConfig,
-        tokenizers: tuple[Any, Any] = (None, None),
-    ):
+    def __init__(self, target: Decoder, objective: Objective, held_out: Documents, config: TrainConfig):
         self.objective = objective
         # The engine runs on one device, training on all.
         self._device = jax.local_devices()[0]
@@ -56,7 +48,7 @@ class Evaluation:
         if drafter.kind == FEATURE_BLOCK:  # a block, or its first tokens
             cut = {"tau": 0.0, "max_spec_len": spec_len or drafter.rows}
         self.options = {"method": "failfast", **cut, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
-        tokenizer, drafter_tokenizer = tokenizers
+        tokenizer, drafter_tokenizer = objective.tokenizers
         with processes.as_single_process():
             self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
             # Refuses options and prompts that do not fit: now and not after the last step.

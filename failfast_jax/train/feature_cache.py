@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import os
 import time
@@ -19,16 +18,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.documents import DataError, Documents
+from failfast_jax.train.documents import Documents
+from failfast_jax.train.resume import begin
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime
-from failfast_jax.util.files import check_shared, naming, read_json, write_atomically
+from failfast_jax.util.files import check_shared, naming, read_json, write_json
 from failfast_jax.util.progress import progress_bar
 
 BATCH = 8
 """Documents per pass of the target."""
-SAVE_EVERY = 16
-"""Passes between two notes of how far the cache is."""
 
 
 def captured_layers(feature_layers: tuple[int, ...], target_layers: int) -> tuple[int, ...]:
@@ -78,48 +76,29 @@ class FeatureCache:
 
     Args:
       folder: holds `features.bin` and `features.json`, which describes them and counts the passes that are stored.
-      layers: target layers whose features `batch` returns; a folder that holds more of them serves, too.
-      also: layers to store beside them where the folder is new.
-      flag: name of the folder in messages.
+      layers: target layers whose features are stored.
 
     Raises:
-      DataError: the folder belongs to other documents, layers or another target.
-      OptionError: one of several processes does not see the folder.
+      OptionError: the folder belongs to other documents, layers or another target, or one of several processes does
+        not see it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        documents: Documents,
-        target: Decoder,
-        layers: tuple[int, ...],
-        *,
-        also: tuple[int, ...] = (),
-        flag: str = "feature cache",
-    ):
-        self.documents = documents
+    def __init__(self, folder: Path, documents: Documents, target: Decoder, layers: tuple[int, ...]):
+        self.documents, self.layers = documents, layers
         self.lengths = np.asarray([len(row) for row in documents.tokens])
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         weights = hashlib.sha256(np.asarray(target.norm.weight[...], np.float32).tobytes()).hexdigest()[:16]
-        key = {"documents": documents.digest(), "weights": weights, "target": target.config.shape_key()}
-        index = folder / "features.json"
+        shape = target.config.shape_key()
+        self.settings = {"documents": documents.digest(), "weights": weights, "target": shape, "layers": [*layers]}
+        self.index, self.file = folder / "features.json", folder / "features.bin"
 
-        def begun() -> tuple[list[int], int]:
-            known = read_json(index) if index.exists() else {**key, "layers": sorted({*layers, *also}), "done": 0}
-            where, stored = f"{flag} {folder}", known.get("layers", [])
-            if any(known.get(name) != value for name, value in key.items()):
-                other = "another target" if known.get("documents") == key["documents"] else "other documents"
-                raise DataError(f"{where}: holds features of {other}; name another folder")
-            if missing := sorted({*layers} - {*stored}):
-                raise DataError(f"{where}: holds features of layers {stored}, not of {missing}")
-            folder.mkdir(parents=True, exist_ok=True)
-            return stored, known.get("done", 0)
+        def begun() -> int:
+            begin(self.index, self.settings, flag="--feature-cache")
+            return read_json(self.index).get("done", 0)
 
-        stored, self.done = processes.run_on_primary(begun)
-        check_shared(folder, flag)
-        self.columns = [stored.index(layer) for layer in layers]
-        self.index, self.description = index, {**key, "layers": stored}
-        self.file, self.shape = folder / "features.bin", (int(self.starts[-1]), len(stored), target.config.hidden_size)
+        self.done = processes.run_on_primary(begun)
+        check_shared(folder, "--feature-cache")
+        self.shape = (int(self.starts[-1]), len(layers), target.config.hidden_size)
         self.values = mapped(self.file, self.shape) if processes.is_primary() else None
 
     def compute(self, target: Decoder, deadline: float = math.inf) -> None:
@@ -131,7 +110,6 @@ class FeatureCache:
         # By length, so that little is padding.
         order = np.argsort(self.lengths, kind="stable")
         groups = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
-        layers = tuple(self.description["layers"])
         todo = range(self.done, len(groups))
         for number in progress_bar("features", "batch", todo, initial=self.done, total=len(groups)):
             group = groups[number]
@@ -139,24 +117,22 @@ class FeatureCache:
             tokens = np.zeros((BATCH, width), np.int32)
             for row, i in enumerate(group):
                 tokens[row, : self.lengths[i]] = self.documents.tokens[i]
-            computed = np.asarray(target_features(target, tokens, layers).astype(jnp.bfloat16))
-            late, last = time.monotonic() > deadline, number + 1 == len(groups)
+            computed = np.asarray(target_features(target, tokens, self.layers).astype(jnp.bfloat16))
+            self.done = number + 1
             if processes.is_primary():
                 for row, i in enumerate(group):
                     self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : self.lengths[i]]
-                if (number + 1) % SAVE_EVERY == 0 or last or late:
-                    self.values.flush()
-                    write_atomically(self.index, json.dumps({**self.description, "done": number + 1}))
-            if processes.broadcast_from_primary(late) and not last:
+                self.values.flush()
+                write_json(self.index, {**self.settings, "done": self.done})
+            if processes.broadcast_from_primary(time.monotonic() > deadline) and self.done < len(groups):
                 raise OutOfTime
-        self.done = len(groups)
         if self.values is None:
             self.values = np.memmap(self.file, jnp.bfloat16, "r", shape=self.shape)
 
     def batch(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         """Returns features `[B, T, C, E]` of a batch's documents, zeros after their ends."""
-        out = np.zeros((*batch["tokens"].shape, len(self.columns), self.values.shape[-1]), jnp.bfloat16)
+        out = np.zeros((*batch["tokens"].shape, *self.shape[1:]), jnp.bfloat16)
         for row, document in enumerate(batch["document"]):
             part = self.values[self.starts[document] : self.starts[document + 1]]
-            out[row, : len(part)] = part[:, self.columns]
+            out[row, : len(part)] = part
         return out

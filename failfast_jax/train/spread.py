@@ -20,11 +20,7 @@ DATA, FSDP = "data", "fsdp"
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Placement of a run's arrays on its devices.
-
-    Attributes:
-      mesh: of the axes `DATA` and `FSDP`.
-    """
+    """Placement of a run's arrays on its devices: a mesh of the axes `DATA` and `FSDP`."""
 
     mesh: Mesh
 
@@ -100,7 +96,3 @@ class Spread:
             return jax.tree.unflatten(structure, gathered)
 
         return together
-
-    def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Returns `function` applied to each device's part of its arguments."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from huggingface_hub import HfApi
 
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models
@@ -31,17 +30,14 @@ from failfast_jax.policy import confidence_scaling
 from failfast_jax.policy.expected_tokens import observed
 from failfast_jax.train import documents
 from failfast_jax.train.block_loss import BlockObjective
-from failfast_jax.train.block_start import spare_token
+from failfast_jax.train.block_start import choose_layers, spare_token
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
-from failfast_jax.train.diffusion_run import DiffusionObjective, DiffusionStart, StandaloneObjective, start_for
+from failfast_jax.train.diffusion_run import DiffusionObjective, DiffusionStart
 from failfast_jax.train.documents import Document, Documents
 from failfast_jax.train.evaluation import Evaluation
-from failfast_jax.train.layer_choice import choose_layers
-from failfast_jax.train.objective import Materials
-from failfast_jax.train.packing import packed_batches
 from failfast_jax.train.resume import begin, check_same
 from failfast_jax.train.spread import Spread
-from failfast_jax.train.train_config import BLOCKS, DIFFUSION, TrainConfig, add_settings
+from failfast_jax.train.train_config import BLOCKS, DIFFUSION, MASKED, TrainConfig, add_settings
 from failfast_jax.train.trainer import Trainer, averaged, has_checkpoint
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime, deadline_after
@@ -51,12 +47,6 @@ from failfast_jax.util.progress import note
 SETTINGS_FILE = "train.json"
 HELD_OUT = "held_out.npz"
 """File in the run's folder: documents never trained on, for measurements of the drafter."""
-OBJECTIVES = {
-    "dspark": BlockObjective,
-    "dflash": BlockObjective,
-    "standalone": StandaloneObjective,
-    "diffusion": DiffusionObjective,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=user_path,
         nargs="+",
         required=True,
-        help=".npz, .jsonl or .parquet files, folders of them, and datasets of the Hub (NAME/NAME, NAME/NAME:SPLIT)",
+        help=".npz, .jsonl or .parquet files, and folders of them",
     )
     parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
     processes.add_flag(parser)
@@ -82,12 +72,12 @@ def work(args: argparse.Namespace) -> None:
     source = config.target or default_target_path()
     target = open_checkpoint(source).config
     layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
-    count = len(jax.devices())
-    require(config.batch % count == 0, f"--batch {config.batch}", f"must be a multiple of the {count} devices")
+    devices = f"must be a multiple of the {len(jax.devices())} devices"
+    require(config.batch % len(jax.devices()) == 0, f"--batch {config.batch}", devices)
     # A missing chat template comes before anything else that the tokenizer is asked for, such as a mask token.
-    if text := [file for file in documents.files(args.data, (".npz", *ROWS)) if documents.kind(file) in ROWS]:
-        check_template(text[0], load_tokenizer(source))
-    start = start_for(config, source, target) if config.family in DIFFUSION else None
+    if texts := [file for file in documents.files(args.data, (".npz", *ROWS)) if file.suffix in ROWS]:
+        check_template(texts[0], load_tokenizer(source))
+    start = DiffusionStart.open(config, source, target) if config.family in DIFFUSION else None
     rows = _documents(config, args.data, source, target)
     config = config.resolved(target, _mask_token(config, start, source))
     settings = config.learned() | {
@@ -96,14 +86,14 @@ def work(args: argparse.Namespace) -> None:
         "documents": len(rows),
         "documents_digest": rows.digest(),
     }
-    rows = rows.take(np.random.default_rng(config.seed).permutation(len(rows)))
-    train, held_out = rows.split(config.held_out)
+    require(config.held_out < len(rows), f"--held-out {config.held_out}", f"there are only {len(rows)} documents")
+    order = np.random.default_rng(config.seed).permutation(len(rows))
+    train, held_out = rows.take(order[: -config.held_out]), rows.take(order[-config.held_out :])
     check_same(settings)
-    folder = args.out / "drafter"
 
     def finished() -> dict[str, Any] | None:
-        begin(args.out / SETTINGS_FILE, settings, foreign="*", may_grow=("steps",))
-        report = _finished_report(folder, config)
+        begin(args.out / SETTINGS_FILE, settings, foreign="*", grows="steps")
+        report = _finished_report(args.out / "drafter", config)
         if report is None:
             documents.write_documents(args.out / HELD_OUT, held_out.pairs(), target.vocab_size)
         return report
@@ -113,35 +103,19 @@ def work(args: argparse.Namespace) -> None:
         report, done = processes.run_on_primary(finished), True
         if report is None:
             # From here on nothing is cheap: all that can be refused has been.
-            begun = processes.broadcast_from_primary(has_checkpoint(args.out))
-            parts = {"layers": layers, "spread": spread, "deadline": deadline, "begun": begun, "start": start}
-            materials = Materials(target=load_model(source), documents=train, **parts)
-            report, done = _train(config, materials, held_out, args)
+            model, begun = load_model(source), processes.broadcast_from_primary(has_checkpoint(args.out))
+            if start is not None:
+                objective = DiffusionObjective.of_model(start, config, spread)
+            elif config.family in MASKED:
+                objective = DiffusionObjective.of_layers(model, layers.copied, config)
+            else:
+                objective = BlockObjective.from_config(config, model, train, layers, begun=begun, deadline=deadline)
+            evaluation = Evaluation(model, objective, held_out, config)
+            report, done = _train(Trainer(config, objective, args.out, spread), train, evaluation, args.data, deadline)
         print(json.dumps(report))
         note(f"{report['steps']} steps are trained; the drafter is in {report['drafter']} (--drafter)")
         if not done:
             raise OutOfTime
-        if config.push_to_hub is not None:
-            processes.run_on_primary(lambda: upload(folder, config.push_to_hub))
-
-
-def _train(
-    config: TrainConfig, materials: Materials, held_out: Documents, args: argparse.Namespace
-) -> tuple[dict[str, Any], bool]:
-    """Trains in the run's folder and writes the drafter; returns its report, and whether all steps are done."""
-    objective = OBJECTIVES[config.family].from_config(config, materials)
-    start, train = materials.start, materials.documents
-    tokenizers = (None, None) if start is None else (start.target_tokenizer, start.tokenizer)
-    evaluation = Evaluation(materials.target, objective, held_out, config, tokenizers)
-    if config.family in DIFFUSION:
-        dataset, share = packed_batches(train, config)
-        print(f"{len(train)} documents fill {share:.0%} of their rows", file=sys.stderr)
-    else:
-        batch = config.batch * config.accumulate
-        dataset = documents.batches(train, length=config.seq_len, batch=batch, seed=config.seed)
-    trainer = Trainer(config, objective, args.out, materials.spread)
-    state, done = trainer.train(dataset, evaluation, materials.deadline)
-    return _save(trainer, averaged(state), evaluation, args.data), done
 
 
 def _mask_token(config: TrainConfig, start: DiffusionStart | None, source: Any) -> int | None:
@@ -159,18 +133,31 @@ def _documents(config: TrainConfig, paths: list[Path], source: Any, target: Mode
     def read(file: Path) -> list[Document]:
         return read_conversations(file, load_tokenizer(source), target.vocab_size, whole=config.family in DIFFUSION)
 
-    shortest = {"standalone": config.block_size, "diffusion": 3}.get(config.family, config.rows + 2)
+    shortest = 3 if config.family in MASKED else config.rows + 2
     limits = {"shortest": shortest, "longest": config.seq_len, "skip_short": config.skip_short}
     return documents.load_documents(paths, vocab_size=target.vocab_size, read=dict.fromkeys(ROWS, read), **limits)
 
 
-def _save(trainer: Trainer, params: Any, evaluation: Evaluation, data: list[Path]) -> dict[str, Any]:
-    """Writes the drafter's folder, with its confidence head scaled and the settings of the run; returns its report."""
+def _train(
+    trainer: Trainer, train: Documents, evaluation: Evaluation, data: list[Path], deadline: float
+) -> tuple[dict[str, Any], bool]:
+    """Trains and writes the drafter's folder, with its confidence head scaled and the settings of the run.
+
+    Returns:
+      The run's report, and whether all steps are done.
+    """
     config, objective = trainer.config, trainer.objective
+    if config.family in MASKED:
+        batches, share = documents.packed_batches(train, config)
+        print(f"{len(train)} documents fill {share:.0%} of their rows", file=sys.stderr)
+    else:
+        batch = config.batch * config.accumulate
+        batches = documents.batches(train, length=config.seq_len, batch=batch, seed=config.seed)
+    state, done = trainer.train(batches, evaluation, deadline)
+    params, training = averaged(state), {"storage": config.storage, "steps_done": trainer.step}
     # A run whose last step was done before has measured nothing in this process.
-    figures, training = evaluation.last or evaluation(params), {"storage": config.storage, "steps_done": trainer.step}
+    figures, drafts = evaluation.last or evaluation(params), evaluation.drafts
     params = jax.tree.map(lambda leaf: leaf if leaf.is_fully_addressable else np.asarray(whole(leaf)), params)
-    drafts = evaluation.drafts
     if objective.calibrates:
         scale, shift = confidence_scaling.fit_scaling(drafts)
         errors = {"before": confidence_scaling.error(drafts), "expected": confidence_scaling.held_out_error(drafts)}
@@ -178,13 +165,13 @@ def _save(trainer: Trainer, params: Any, evaluation: Evaluation, data: list[Path
         params, drafts = objective.calibrated(params, scale, shift), confidence_scaling.rescaled(drafts, scale, shift)
 
     def write() -> dict[str, Any]:
-        settings = read_json(trainer.folder / SETTINGS_FILE)
+        settings, folder = read_json(trainer.folder / SETTINGS_FILE), trainer.folder / "drafter"
         record = {**settings, "data": [path.name for path in data], **training, "held_out_figures": figures}
         chances = {} if config.family in DIFFUSION else {CHANCES: observed(drafts)}
-        objective.save(params, trainer.folder / "drafter", storage=config.storage, training=record, **chances)
-        return _report(trainer.folder / "drafter", record)
+        objective.save(params, folder, storage=config.storage, training=record, **chances)
+        return _report(folder, record)
 
-    return processes.run_on_primary(write)
+    return processes.run_on_primary(write), done
 
 
 def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
@@ -198,17 +185,4 @@ def _finished_report(drafter: Path, config: TrainConfig) -> dict[str, Any] | Non
     written = read_json(drafter / "config.json")
     training = written.get("training") or {}
     is_finished = (training.get("steps_done"), training.get("storage")) == (config.steps, config.storage)
-    if not is_finished or FORMER_DRAFTER in written:
-        return None
-    return _report(drafter, training)
-
-
-def upload(folder: Path, name: str) -> None:
-    """Uploads a drafter's folder to the repository `name` of the Hub, which is created if it is missing."""
-    try:
-        HfApi().create_repo(name, exist_ok=True)
-        HfApi().upload_folder(repo_id=name, folder_path=folder)
-    except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OSError(f"--push-to-hub {name}: {reason}; {folder} is finished, the same command tries again") from error
-    print(f"https://huggingface.co/{name}", file=sys.stderr)
+    return _report(drafter, training) if is_finished and FORMER_DRAFTER not in written else None

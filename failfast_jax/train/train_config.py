@@ -11,35 +11,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.feature_drafter_folder import STORAGES
 from failfast_jax.checkpoints.model_folder import ModelFolder
-from failfast_jax.errors import OptionError
 from failfast_jax.models.block_network import DSparkConfig
 from failfast_jax.models.markov_head import MARKOV_HEADS
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.options import Option, add_flag, check_value, flag_of, require
+from failfast_jax.options import Option, add_flag, check_value, require, shown
 
 DSPARK, BLOCKS, STANDALONE, DIFFUSION = ("dspark",), ("dspark", "dflash"), ("standalone",), ("diffusion",)
 MASKED = (*STANDALONE, *DIFFUSION)
 """Families of block-diffusion models."""
 FAMILIES = (*BLOCKS, *MASKED)
-FORMER_FAMILIES = {"eagle3": "train EAGLE-3 drafters with DeepSpec or SpecForge; --drafter reads what they write"}
 BACKBONE = "backbone"
 """`--freeze`: a block drafter without its Markov and confidence heads."""
-FREEZABLE = ("embed", "head", "norm", "layers")
-"""`--freeze`: parts of a whole model."""
 THIRDS = "thirds"
 """`--row-features` without numbers: layers at 1/3 and 2/3 of the depth, and the last."""
-CORRUPTIONS = ("random", "uniform", "draft", "mixed")
-"""See `masked_text.corrupt`."""
-BLOCK_STARTS = ("clean", "noised")
-"""See `paired_forward.source_rows`."""
-PACKINGS = ("none", "stream", "separate")
-"""See `packing`."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Objective and packing as in the released code; learning rate and schedule as in a public finetuning script for it,
@@ -89,13 +77,6 @@ def _setting(default: Any, help: str, metavar: str | None = None, **about: Any) 
     return dataclasses.field(default=default, metadata={"option": Setting(help, flag=flag, **about)})
 
 
-def _family(name: str) -> str:
-    """Parses `--family`."""
-    if name in FORMER_FAMILIES:
-        raise argparse.ArgumentTypeError(f"{name} is no longer trained here; {FORMER_FAMILIES[name]}")
-    return name
-
-
 _model = functools.partial(_setting, group="what is trained")
 _data = functools.partial(_setting, group="data")
 _block = functools.partial(_setting, families=BLOCKS)
@@ -119,7 +100,7 @@ class TrainConfig:
 
     preset: str | None = _model(None, "take unspecified options from this recipe", choices=tuple(PRESETS))
     target: str | None = _model(None, "model to draft for; default: SmolLM2-135M-Instruct", "P")
-    family: str = _model("dspark", "kind of drafter", choices=FAMILIES, flag={"type": _family})
+    family: str = _model("dspark", "kind of drafter", choices=FAMILIES)
     layers: str | None = _model(None, "target layers to start from; default: the last two, all (standalone)", "i,j")
     start: str | None = _model(None, "continue from this drafter, adding heads (dspark), or model (diffusion)", "P")
 
@@ -134,7 +115,6 @@ class TrainConfig:
         flag={"metavar": "i,j", "nargs": "?", "const": THIRDS},
         by_start=True,
     )
-    no_fit: bool = _block(False, "with --row-features: a random start, not a ridge regression", by_start=True)
     prefix_fraction: float | None = _block(
         None, "share of blocks that begin with known tokens; default: 0.25 with --row-features, else 0", least=0, most=1
     )
@@ -146,11 +126,11 @@ class TrainConfig:
         None, "target layers that it reads; default: five, evenly spread", "i,j", by_start=True
     )
     feature_cache: Path | None = _block(None, "folder: compute the target's features once", "DIR")  # noqa: RUF009
-    cache_layers: str | None = _block(None, "further target layers to store, for other runs", "i,j", learned=False)
     borrow: bool = _block(False, "store neither the target's embedding nor its head")
     markov: str = _dspark("vanilla", "kind of the Markov head", choices=MARKOV_HEADS)
     markov_rank: int = _dspark(256, "size of its vectors", least=1)
     confidence_weight: float = _dspark(1.0, "weight of the confidence head's loss; 0: no such head", least=0)
+    freeze: str | None = _dspark(None, "train the Markov and confidence heads alone", choices=(BACKBONE,))
     confidence_for: str = _dspark("sampled", "kind of acceptance that the head predicts", choices=("sampled", "greedy"))
     mask_token: int | None = _unknown(
         None, "id for an unknown token; default: one that no text has", "ID", by_start=True
@@ -159,33 +139,23 @@ class TrainConfig:
         3.0, "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True
     )
     block_size: int = _masked(32, "positions per block", least=2)
-    corruption: str = _masked("mixed", "masks of a block (uniform: as released)", choices=CORRUPTIONS)
-    draft_fraction: float = _masked(0.5, "share of blocks that look like drafting (mixed)", least=0, most=1)
-    no_complementary: bool = _masked(False, "one mask per document, without its complement")
+    corruption: str = _masked(
+        "uniform", "masks of a block: as released, or as in drafting", choices=("uniform", "draft")
+    )
     block_start: str = _masked(
-        "clean", "block before a block's first token (noised: as released)", choices=BLOCK_STARTS
+        "clean", "block before a block's first token (noised: as released)", choices=("clean", "noised")
     )
     mask_logit: str = _masked("hidden", "the mask in the softmax (scored: as released)", choices=("hidden", "scored"))
     packing: str = _diffusion(
-        "none",
-        "one document per row; several, each seeing those before it (stream: as released) or only itself (separate)",
-        choices=PACKINGS,
+        "none", "documents of a row; stream: several, which see earlier ones (as released)", choices=("none", "stream")
     )
-    freeze: str | None = _setting(
-        None,
-        f"parts that stay as they are: {', '.join(FREEZABLE)}; of dspark drafters {BACKBONE}, all but the heads",
-        "PART,PART",
-        families=(*DSPARK, *DIFFUSION),
-    )
-    kl_weight: float = _setting(0.0, "share of KL(target || drafter) in the loss", families=STANDALONE, least=0, most=1)
 
     steps: int = _optimizer(1000, "optimiser steps", least=1)
     batch: int = _optimizer(8, "documents per step and accumulation, over all devices", least=1)
     accumulate: int = _optimizer(1, "batches whose gradients make a step", least=1)
     learning_rate: float = _optimizer(5e-4, "highest learning rate", above=0)
-    schedule: str = _optimizer("cosine", "wsd: constant with a linear end", choices=("cosine", "constant", "wsd"))
+    schedule: str = _optimizer("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
     warmup: int = _optimizer(50, "steps of linear warm-up, at most a quarter of all", least=0)
-    decay_fraction: float = _optimizer(0.2, "wsd: share of the steps in the linear end", above=0, most=1)
     final_fraction: float = _optimizer(0.05, "last learning rate, as a share of the highest", least=0, most=1)
     weight_decay: float = _optimizer(0.01, "AdamW's weight decay, on matrices", least=0)
     beta2: float = _optimizer(0.95, "AdamW's decay of squared gradients", above=0, below=1)
@@ -199,10 +169,9 @@ class TrainConfig:
     fsdp: int = _run(1, "devices that share parameters and optimiser state (diffusion)", "N")
     save_every: int = _run(100, "steps between checkpoints", least=1)
     eval_every: int = _run(0, "steps between measurements; 0: only at the end", least=0)
-    eval_prompts: int | None = _run(None, "held-out documents to measure on; default: at most 16", least=1)
+    eval_prompts: int = _run(16, "held-out documents to measure on, at most", least=1)
     eval_tokens: int = _run(64, "tokens per answer of a measurement", least=1)
     eval_spec_len: int | None = _run(None, "tokens per draft of a measurement; default: as trained, or 10", least=1)
-    push_to_hub: str | None = _run(None, "upload the finished drafter to this Hub repository", "NAME")
     storage: str = _run("bfloat16", "dtype of the stored weights", choices=STORAGES)
 
     start_config: DSparkConfig | None = None
@@ -212,33 +181,17 @@ class TrainConfig:
         for field in settings():
             check_value(field, getattr(self, field.name))
         for is_broken, name, problem in self._rules():
-            require(not is_broken, _shown(name, getattr(self, name)), problem)
-        if self.push_to_hub is not None:
-            try:
-                validate_repo_id(self.push_to_hub)
-            except HFValidationError as error:
-                raise OptionError(f"--push-to-hub {self.push_to_hub}: {str(error).splitlines()[0]}") from None
+            require(not is_broken, shown(name, getattr(self, name)), problem)
 
     def _rules(self) -> Iterator[tuple[Any, str, str]]:
         """Yields rules between options: whether one is broken, the option that breaks it, and the problem."""
-        row_features, freeze = bool(self.row_features), self.freeze
-        yield (self.eval_prompts or 0) > self.held_out, "eval_prompts", f"must be at most --held-out {self.held_out}"
+        row_features = bool(self.row_features)
         unshared = self.fsdp != 1 and self.family not in DIFFUSION
         yield unshared, "fsdp", "only the parameters of --family diffusion are shared among devices"
-        yield (
-            self.cache_layers and not self.feature_cache,
-            "cache_layers",
-            "needs --feature-cache, where they are stored",
-        )
-        longer = self.family in BLOCKS and (self.eval_spec_len or 0) > self.rows
-        yield longer, "eval_spec_len", f"a pass drafts at most --rows {self.rows} tokens"
         yield row_features and self.features is not None, "features", "not with --row-features"
         yield row_features and self.mask_token is not None, "mask_token", "not with --row-features"
-        yield self.no_fit and not row_features, "no_fit", "needs --row-features, which are what is fitted"
         uneven = self.family in MASKED and self.seq_len % self.block_size
         yield uneven, "seq_len", f"must be a multiple of --block-size {self.block_size}"
-        freezes = self.family in DSPARK and freeze is not None
-        yield freezes and freeze != BACKBONE, "freeze", f"of a dspark drafter only {BACKBONE} can stay as it is"
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> TrainConfig:
@@ -258,10 +211,10 @@ class TrainConfig:
         decided |= {"markov", "markov_rank"} if start is not None and start.markov is not None else set()
         for field in settings():
             if field.name in values:
-                shown, takers = _shown(field.name, values[field.name]), field.metadata["option"].families
+                flag, takers = shown(field.name, values[field.name]), field.metadata["option"].families
                 problem = f"--family {family} has no such option, only {', '.join(takers)}"
-                require(family in takers, shown, problem)
-                require(field.name not in decided, shown, f"the drafter of --start {values.get('start')} decides it")
+                require(family in takers, flag, problem)
+                require(field.name not in decided, flag, f"the drafter of --start {values.get('start')} decides it")
         needless = start is not None or values.get("freeze") != BACKBONE
         require(needless, f"--freeze {BACKBONE}", f"needs --start, the drafter whose {BACKBONE} stays as it is")
         values = preset | values
@@ -271,7 +224,6 @@ class TrainConfig:
         reads_rows = "row_features" in values or (start is not None and bool(start.row_features))
         values.setdefault("compute_dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
         values.setdefault("prefix_fraction", 0.25 if reads_rows else 0.0)
-        values.setdefault("eval_prompts", min(16, values.get("held_out", cls.held_out)))
         return cls(**values)
 
     @property
@@ -303,10 +255,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         title = about.group or f"{', '.join(about.families)} drafters"
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         add_flag(group, field, **about.flag)
-
-
-def _shown(name: str, value: Any) -> str:
-    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
 
 def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None:

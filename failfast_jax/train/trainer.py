@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import optax
 import orbax.checkpoint as ocp
 
 from failfast_jax.errors import CheckpointError, OptionError
-from failfast_jax.train.objective import Objective
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util import numerics, processes
@@ -32,19 +30,50 @@ LOG_EVERY = 10
 """Steps between two lines of the log."""
 
 
+class Objective:
+    """Trainable parameters (a pytree of float32 arrays), a loss, and how they become a drafter.
+
+    Attributes:
+      constants: frozen arrays that the loss reads.
+      tokenizers: the target's and the drafter's, where their vocabularies may differ in size.
+      calibrates: True if `calibrated` corrects its confidence head by drafts on held-out documents at the end.
+    """
+
+    trainable: Any
+    constants: Any
+    tokenizers: tuple[Any, Any] = (None, None)
+    calibrates: bool = False
+
+    def prepare(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Returns what the loss reads of a batch; on the host, which adds cached features, for example."""
+        raise NotImplementedError
+
+    def loss(self, trainable: Any, constants: Any, batch: dict[str, Any], key: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns loss and metrics (scalars); pure. A loss that is a mean over labels has their number in `labels`:
+        where several batches make a step they weigh as much, so that the step's loss is the mean of all labels."""
+        raise NotImplementedError
+
+    def tokens(self, batch: dict[str, Any]) -> int:
+        """Returns the number of rows of one step, for the speed in the log."""
+        raise NotImplementedError
+
+    def drafter(self, trainable: Any) -> Any:
+        """Returns the drafter with these parameters, as an engine takes it."""
+        raise NotImplementedError
+
+    def save(self, trainable: Any, folder: Path, *, storage: str, **extra: Any) -> None:
+        """Writes the drafter's folder; `extra` joins its `config.json`."""
+        raise NotImplementedError
+
+
 def learning_rates(config: TrainConfig) -> optax.Schedule:
-    """Returns the learning rate by step: warm-up, then cosine, constant, or constant with a linear end (WSD)."""
-    warmup = min(config.warmup, max(config.steps // 4, 1))
-    end = config.learning_rate * config.final_fraction
+    """Returns the learning rate by step: warm-up, then cosine or constant."""
+    highest, warmup = config.learning_rate, min(config.warmup, max(config.steps // 4, 1))
     if config.schedule == "cosine":
         last = max(config.steps, warmup + 1)
-        return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, last, end)
-    parts = [optax.linear_schedule(0.0, config.learning_rate, warmup), optax.constant_schedule(config.learning_rate)]
-    if config.schedule == "constant":
-        return optax.join_schedules(parts, [warmup])
-    decay = max(int(config.steps * config.decay_fraction), 1)
-    parts.append(optax.linear_schedule(config.learning_rate, end, decay))
-    return optax.join_schedules(parts, [warmup, max(config.steps - decay, warmup)])
+        return optax.warmup_cosine_decay_schedule(0.0, highest, warmup, last, highest * config.final_fraction)
+    parts = [optax.linear_schedule(0.0, highest, warmup), optax.constant_schedule(highest)]
+    return optax.join_schedules(parts, [warmup])
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -172,7 +201,7 @@ class Trainer:
                 if self.step % LOG_EVERY == 0 or save:
                     progress.metrics(self.step, metrics)
                 if evaluate and ((config.eval_every and self.step % config.eval_every == 0) or last):
-                    progress.held_out(self.step, evaluate, averaged(state))
+                    progress.held_out(self.step, evaluate(averaged(state)))
                 if save:  # after what is logged for this step, so that a kill in between loses nothing
                     check_written(manager)  # Orbax writes while training goes on, and waits for the one before anyway
                     manager.save(self.step, args=ocp.args.StandardSave(state))
@@ -183,17 +212,8 @@ class Trainer:
 @contextlib.contextmanager
 def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
     """Opens the checkpoints of a run; at the end the newest one is checked."""
-    place = orbax_path(folder / CHECKPOINTS)
-
-    def sweep() -> None:
-        # A run that was killed may have left checkpoints half-written, and older ones half-deleted.
-        steps = sorted((int(path.name) for path in place.glob("*") if path.name.isdigit()), reverse=True)
-        for step in steps[KEPT:]:
-            shutil.rmtree(place / str(step))
-
-    processes.run_on_primary(sweep)
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
-    manager = ocp.CheckpointManager(place, options=options)
+    manager = ocp.CheckpointManager(orbax_path(folder / CHECKPOINTS), options=options)
     try:
         yield manager
         check_written(manager)
@@ -236,7 +256,7 @@ class _Progress:
         self.bar.update()
 
     def metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """Logs a step's metrics and the speed since the last ones; OptionError: the loss is not finite."""
+        """Logs a step's metrics and the speed since the last record; OptionError: the loss is not finite."""
         values = {name: float(value) for name, value in metrics.items()}
         loss, norm, speed = values["loss"], values["grad_norm"], self._rows / (time.perf_counter() - self._start)
         if not np.isfinite(loss + norm):
@@ -244,17 +264,14 @@ class _Progress:
         drafts = {"train accepted": f"{values['accepted']:.2f}"} if "accepted" in values else {}
         shown = {"loss": f"{loss:.3f}", "rows/s": f"{speed:.0f}", **drafts}
         self._write({"step": step, **values, "rows_per_s": speed}, shown)
-        self._rows, self._start = 0, time.perf_counter()
 
-    def held_out(self, step: int, evaluate: Callable[[Any], dict[str, float]], params: Any) -> None:
-        """Measures and logs; the time that it takes does not count."""
-        paused = time.perf_counter()
-        figures = evaluate(params)
+    def held_out(self, step: int, figures: dict[str, float]) -> None:
+        """Logs a measurement; the time that it took does not count."""
         self._write({"step": step, "held_out": figures}, {"accepted": f"{figures['accepted_per_round']:.2f}"})
-        self._start += time.perf_counter() - paused
 
     def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
         if processes.is_primary():
             append_lines(self.log, [record])
         self._shown |= shown
         self.bar.set_postfix(self._shown)
+        self._rows, self._start = 0, time.perf_counter()

@@ -39,7 +39,7 @@ def rms_norm(x, weight, eps: float):
 
 
 def hidden_states(tensors, config, tokens, visible):
-    """After the final norm, `[B, 2 L, E]`; `visible` `[B, 2 L, 2 L]`."""
+    """After the final norm, `[B, 2 L, E]`; `visible` `[2 L, 2 L]`."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     x = tensors["model.embed_tokens.weight"][tokens]
     for number in range(config.num_layers):
@@ -55,7 +55,7 @@ def hidden_states(tensors, config, tokens, visible):
         )
         q, k = rotate(q, config.rope.theta), rotate(k, config.rope.theta)
         k, v = (np.repeat(part, heads // kv_heads, axis=2) for part in (k, v))
-        scores = np.where(visible[:, None], np.einsum("bqhd,bkhd->bhqk", q, k, optimize=True) / np.sqrt(size), -np.inf)
+        scores = np.where(visible, np.einsum("bqhd,bkhd->bhqk", q, k, optimize=True) / np.sqrt(size), -np.inf)
         mixed = np.einsum("bhqk,bkhd->bqhd", softmax(scores), v, optimize=True)
         x = x + mixed.reshape(*y.shape[:2], -1) @ layer["self_attn.o_proj.weight"].T
         y = rms_norm(x, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
@@ -64,23 +64,19 @@ def hidden_states(tensors, config, tokens, visible):
     return rms_norm(x, tensors["model.norm.weight"], config.rms_norm_eps)
 
 
-def masked_loss(tensors, config, tokens, masked, *, live=None, own_end=True, decay=0.0, teacher=None, kl=0.0):
-    """The weighted mean of cross-entropy, and of KL(teacher || model), at masked positions. The defaults are those of
-    Fast-dLLM v2's released code: all weigh the same, the mask token is scored, and the noised half is shifted whole.
+def masked_loss(tensors, config, tokens, masked, *, own_end=True, decay=0.0):
+    """The weighted mean of the cross-entropy at masked positions. The defaults are those of Fast-dLLM v2's released
+    code: all weigh the same, the mask token is scored, and the noised half is shifted whole.
 
     Args:
-      tokens: `[B, L]`; masked: `[C B, L]`, C views of each.
-      live: tokens of each text that others see; None: all.
+      tokens: `[B, L]`; masked: `[2, B, L]`, two views of each.
       own_end: whether a block's first token is predicted by the noised block before it. Otherwise it is by the clean
         one, and nothing predicts the mask token.
-      teacher: logits `[B, L, T]`.
     """
-    copies, length = len(masked) // len(tokens), tokens.shape[1]
-    clean = np.tile(tokens, (copies, 1))
-    visible = np.tile(attention_mask(length, config.block_size), (len(clean), 1, 1))
-    if live is not None:
-        visible &= (np.arange(2 * length) % length < np.tile(live, copies)[:, None])[:, None]
+    length, masked = tokens.shape[1], masked.reshape(-1, tokens.shape[1])
+    clean = np.tile(tokens, (2, 1))
     noised = np.where(masked, config.mask_token_id, clean)
+    visible = attention_mask(length, config.block_size)
     hidden = hidden_states(tensors, config, np.concatenate([noised, clean], axis=1), visible)
     # Row i - 1 is the prediction of token i; nothing predicts the first.
     rows, clean_rows = np.roll(hidden[:, :length], 1, axis=1), np.roll(hidden[:, length:], 1, axis=1)
@@ -90,19 +86,17 @@ def masked_loss(tensors, config, tokens, masked, *, live=None, own_end=True, dec
     if not own_end:
         logits[..., config.mask_token_id] = -1e9
     scores = np.log(np.maximum(softmax(logits), 1e-300))
-    terms = -(1 - kl) * np.take_along_axis(scores, clean[..., None], axis=-1)[..., 0]
-    if kl:
-        p = softmax(np.roll(np.tile(teacher, (copies, 1, 1)), 1, axis=1)[..., : config.mask_token_id].astype(float))
-        terms += kl * (p * (np.log(p) - scores[..., : config.mask_token_id])).sum(-1)
+    terms = -np.take_along_axis(scores, clean[..., None], axis=-1)[..., 0]
     rank = masked.reshape(len(masked), -1, config.block_size).cumsum(-1).reshape(masked.shape)
     weight = masked * (np.exp((1 - rank) / decay) if decay else 1.0)
     return (weight * terms).sum() / weight.sum()
 
 
 def assert_gradients(gradients: Mapping[str, np.ndarray], loss, tensors: Mapping[str, np.ndarray]) -> None:
-    """Compares the gradient of each tensor along three random directions, and where it is largest."""
+    """Compares the gradient of each tensor along three random directions, and where it is largest, with central
+    differences."""
     assert gradients.keys() == tensors.keys()
-    rng = np.random.default_rng(0)
+    rng, step = np.random.default_rng(0), 1e-4
     for name, gradient in gradients.items():
         scale = float(np.abs(gradient).max())
         assert scale > 1e-5, name
@@ -110,11 +104,6 @@ def assert_gradients(gradients: Mapping[str, np.ndarray], loss, tensors: Mapping
         largest.flat[np.abs(gradient).argmax()] = 1
         for way in (*rng.normal(size=(3, *gradient.shape)), largest):
             way = way / np.linalg.norm(way)
-            wanted = derivative(loss, tensors, name, way)
-            np.testing.assert_allclose((gradient * way).sum(), wanted, atol=1e-5 * scale, rtol=1e-5, err_msg=name)
-
-
-def derivative(loss, tensors: Mapping[str, np.ndarray], name: str, direction: np.ndarray, step: float = 1e-4) -> float:
-    """Returns a loss's derivative along a direction of one tensor: a central difference, with an error of step ** 2."""
-    above, below = (loss({**tensors, name: tensors[name] + sign * step * direction}) for sign in (1, -1))
-    return (above - below) / (2 * step)
+            above, below = (loss({**tensors, name: tensors[name] + sign * step * way}) for sign in (1, -1))
+            slope = (above - below) / (2 * step)
+            np.testing.assert_allclose((gradient * way).sum(), slope, atol=1e-5 * scale, rtol=1e-5, err_msg=name)

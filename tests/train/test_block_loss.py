@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
-from tiny_models import random_dspark, random_extended, random_model, tiny_config
+from tiny_models import random_dspark, random_extended
 from training_runs import LENGTH, differing_keys
 
 from failfast_jax import FailFast
@@ -104,19 +104,6 @@ def test_blocks_start_inside_answers(documents, target):
     assert (anchors >= batch["prompt_length"][:, None] - 1).all() and (anchors <= batch["length"][:, None] - 2).all()
     assert known.min() == 1 and known.max() == 4
     assert 0.4 < float((known > 1).mean()) < 0.6
-
-
-@pytest.mark.parametrize("borrow", [False, True])
-@pytest.mark.parametrize("draft_ids", [None, pytest.param(np.arange(3, 33), marks=pytest.mark.long)])
-def test_a_folder_gives_the_same_drafter(tmp_path, borrow, draft_ids):
-    target = random_model(tiny_config(num_layers=3))
-    model = random_dspark(target, markov="rnn", draft_ids=draft_ids)
-    save_dspark(tmp_path / "out", model, target.config, storage="float32", borrow=borrow)
-    read = load_dspark(tmp_path / "out", target)
-    assert read.config == model.config and read.shared == ("embed", "head")
-    prompts = [[3, 9, 27], [4, 5, 6, 7]]
-    first, second = (FailFast(target, m).generate(prompts, method="dspark", max_new_tokens=24) for m in (model, read))
-    assert [r.rounds for r in first] == [r.rounds for r in second]
 
 
 def test_folders_are_those_of_deepspec(tmp_path):

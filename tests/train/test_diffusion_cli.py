@@ -78,18 +78,13 @@ def run_folder(target, corpus, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_the_loss_falls(run_folder):
+def test_a_run_makes_a_model_of_its_own(run_folder, target):
     losses = losses_of(run_folder)
     assert sorted(losses) == [1, 10, 20, 30] and losses[30] < losses[10] < losses[1] / 2
     settings = json.loads((run_folder / "train.json").read_text())
     wanted = {"family": "diffusion", "block_start": "noised", "mask_logit": "scored", "packing": "stream"}
     assert wanted.items() <= settings.items() and settings["weight_decay"] == 0 and settings["steps"] == 30
-
-
-@pytest.mark.long
-def test_the_folder_is_a_model_of_its_own(run_folder, target):
-    tokenizer = load_tokenizer(run_folder / "drafter")
-    model = load_model(run_folder / "drafter")
+    tokenizer, model = load_tokenizer(run_folder / "drafter"), load_model(run_folder / "drafter")
     assert tokenizer.convert_tokens_to_ids("|<MASK>|") == model.config.mask_token_id == len(load_tokenizer(target))
     assert model.config.block_size == 16 and model.config.vocab_size == 160
     config = json.loads((run_folder / "drafter" / "config.json").read_text())
@@ -99,9 +94,13 @@ def test_the_folder_is_a_model_of_its_own(run_folder, target):
     options = {"max_new_tokens": 12, "ignore_eos": True}
     one, two = (engine.generate("count", method=method, **options)[0] for method in ("failfast", "vanilla"))
     assert one.output_ids == two.output_ids and one.stats.drafted > 0
-    # It recites what it learned by heart, a character per token.
-    text = FailFast(run_folder / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
-    assert text.replace(" ", "").startswith("onetwothree")
+    assert recites(run_folder / "drafter")
+
+
+def recites(folder) -> bool:
+    """Whether a model knows its documents by heart, a character per token."""
+    text = FailFast(folder).generate("count", method="dllm", max_new_tokens=32)[0].text
+    return text.replace(" ", "").startswith("onetwothree")
 
 
 @pytest.mark.parametrize("name", ["fast_dllm_v2_tied", "fast_dllm_v2_untied"])
@@ -119,12 +118,9 @@ def test_a_released_model_is_written_as_it_was_read(name, tmp_path):
 
 @pytest.mark.long
 def test_a_made_model_is_trained_on(run_folder, target, corpus, tmp_path, capsys):
-    more = ["--start", str(run_folder / "drafter"), "--freeze", "embed", "--packing", "separate", "--steps", "2"]
+    more = ["--start", str(run_folder / "drafter"), "--packing", "none", "--steps", "2"]
     assert main(arguments(target, corpus, tmp_path / "run", *more)) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2
-    before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (run_folder, tmp_path / "run"))
-    assert before.keys() == after.keys()
-    assert {key for key in before if np.array_equal(before[key], after[key])} == {"model.embed_tokens.weight"}
     record = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
     assert record["loss"] < 1.0  # it goes on from what it learned
 
@@ -145,17 +141,13 @@ def test_a_released_model_is_trained_on(corpus, tmp_path, capsys):
     trained = load_model(tmp_path / "run" / "drafter").config
     assert (trained.block_size, trained.mask_token_id) == (32, config_of(name)["mask_token_id"])
     losses = list(losses_of(tmp_path / "run").values())
-    assert losses[-1] < losses[0] / 5
-    text = FailFast(tmp_path / "run" / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
-    assert text.replace(" ", "").startswith("onetwothree")
+    assert losses[-1] < losses[0] / 5 and recites(tmp_path / "run" / "drafter")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--layers", "1"], "--layers 1: --family diffusion trains a whole model"),
-        (["--freeze", "head,body"], "--freeze head,body: the model has embed, head, norm, layers"),
-        (["--kl-weight", "0.5"], "--kl-weight 0.5: --family diffusion has no such option, only standalone"),
         (["--mask-token", "160"], "mask token 160 is outside the vocabulary of 160"),
         (["--fsdp", "3"], "--fsdp 3: must divide the 1 devices"),
         (

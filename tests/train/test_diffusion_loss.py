@@ -1,94 +1,124 @@
-"""The loss of block diffusion: against a dense reference, and against the drafts of a drafter."""
+"""The loss of block diffusion: its masks, its pass over two copies, its value and gradients."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_texts import BLOCK, MASK, WIDTH, draw, model, quick_jit, random_tokens
-from released_reference import assert_gradients, masked_loss
-from tiny_models import VOCAB, committed, random_model, tiny_config
+from block_texts import BLOCK, MASK, RELEASED, WIDTH, model, packed_batch, quick_jit, random_tokens
+from released_reference import assert_gradients, attention_mask, masked_loss
+from tiers import tiers
+from tiny_models import VOCAB, committed
 from training_runs import hf_tensors, parameters
 
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.diffusion_loss import HEAD_CHUNK, loss
+from failfast_jax.train.diffusion_loss import HEAD_CHUNK, draw_masks, forward_pair, loss
 from failfast_jax.train.train_config import TrainConfig
 
-
-def text_batch(teacher: int | None = None) -> dict[str, np.ndarray]:
-    """Prompts and answers that end inside blocks, at their ends and nowhere (no answer)."""
-    batch = {
-        "tokens": random_tokens(4, WIDTH),
-        "prompt_length": np.asarray([3, 8, 13, 6], np.int32),
-        "length": np.asarray([WIDTH, 21, 16, 6], np.int32),
-    }
-    if teacher:
-        noise = np.random.default_rng(9).standard_normal((4, WIDTH, teacher))
-        batch["teacher_logits"] = 2 * noise.astype(np.float32)
-    return batch
-
-
-def corrupted_batch(model: Decoder, batch, key, options: TrainConfig):
-    """Returns the draws of `loss`: clean tokens with masks for padding, noised ones, and where these are masked."""
-    columns, lengths = np.arange(batch["tokens"].shape[1]), batch["length"][:, None]
-    tokens = np.where(columns < lengths, batch["tokens"], MASK)
-    maskable = (columns >= batch["prompt_length"][:, None]) & (columns < lengths)
-    noised, masked = draw(key, tokens, maskable, MASK, model.config.block_size, options)
-    return tokens, np.asarray(noised), np.asarray(masked)
-
-
-def whole_blocks(lengths: np.ndarray) -> np.ndarray:
-    return -(-lengths // BLOCK) * BLOCK
-
-
+drawn = quick_jit(draw_masks, static_argnums=(2, 3))
+pair = quick_jit(forward_pair)
 value_and_grad = quick_jit(jax.value_and_grad(loss, has_aux=True), static_argnums=3, static_argnames="head_chunk")
-value_of = quick_jit(loss, static_argnums=3, static_argnames="head_chunk")
 
 
-def assert_gradients_close(got, expected, tolerance: float = 1e-5) -> None:
-    """Every parameter's gradient, relative to its own scale."""
-    got, expected = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, expected))
-    assert len(got) == len(expected) > 10
-    for (path, one), (_, other) in zip(got, expected):
-        scale = float(jnp.abs(other).max())
-        assert scale > 0, jax.tree_util.keystr(path)
-        np.testing.assert_allclose(one, other, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+def blocks_drawn(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Masks of both views of 400 texts of 8 blocks, and which positions may be masked: by block."""
+    maskable = np.ones((400, 8 * BLOCK), bool)
+    maskable[:, :5] = False
+    masked = np.asarray(drawn(jax.random.key(1), maskable, BLOCK, kind))
+    assert not (masked & ~maskable).any()
+    return masked.reshape(2, -1, BLOCK), maskable.reshape(-1, BLOCK)
 
 
-PLAIN = TrainConfig(corruption="random", no_complementary=True, position_decay=0.0)
+def test_released_masks():
+    """E[p] = 0.5005; blocks without a mask and blocks of masks alone occur; the second view has the rest."""
+    (first, second), maskable = blocks_drawn("uniform")
+    np.testing.assert_array_equal(first ^ second, maskable)
+    full = first[maskable.all(-1)]
+    assert full.mean() == pytest.approx(0.5005, abs=0.02)
+    # p is uniform: each count of masks in a block is as likely as any other.
+    counts = np.bincount(full.sum(-1), minlength=BLOCK + 1) / len(full)
+    np.testing.assert_allclose(counts, 1 / (BLOCK + 1), atol=0.035)
+
+
+def test_masks_of_drafting_are_a_clean_prefix_then_masks():
+    views, maskable = blocks_drawn("draft")
+    for masked in views:
+        np.testing.assert_array_equal(masked, maskable & (np.cumsum(masked, -1) > 0))
+        counts = np.bincount(masked[maskable.all(-1)].sum(-1), minlength=BLOCK + 1)
+        expected = counts.sum() / BLOCK
+        assert counts[0] == 0 and (np.abs(counts[1:] - expected) <= 4 * np.sqrt(expected)).all()
+    assert (views[0] != views[1]).any()
+
+
+def test_mask_rule_by_perturbation():
+    """One layer, so that a row changes exactly where it sees a changed token, or is it."""
+    length, net = 12, model(4, num_layers=1)
+    swapped = np.stack([random_tokens(2 * length, seed=1)] * (2 * length + 1))
+    for column in range(2 * length):
+        swapped[column, column] = (swapped[column, column] + 7) % MASK
+    rows = np.concatenate(pair(net, swapped[:, :length], swapped[:, length:]), axis=1)
+    changed = (rows[:-1] != rows[-1]).any(-1).T  # [row, column]
+    np.testing.assert_array_equal(changed, attention_mask(length, 4) | np.eye(2 * length, dtype=bool))
+
+
+def test_noised_rows_are_what_the_drafter_computes():
+    """One text for each number of clean leading tokens in its last block, with masks after them."""
+    clean = np.tile(random_tokens(1, WIDTH, seed=4), (BLOCK, 1))
+    text = np.where(np.arange(WIDTH) < WIDTH - BLOCK + np.arange(BLOCK)[:, None], clean, MASK)
+    noised = text.copy()
+    noised[:, : WIDTH - BLOCK] = MASK  # earlier blocks are read from the clean copy alone
+    net, start = model(), WIDTH - BLOCK
+    noised_rows, clean_rows = pair(net, noised, clean)
+
+    @quick_jit
+    def windows(net, text):
+        """The last block over a cache of the blocks in front of it, as `Wide` runs it."""
+        cache = net.init_cache(BLOCK, 128)
+        zeros = jnp.zeros(BLOCK, jnp.int32)
+        prefix, cache, _ = net.window(text[:, :start], cache, zeros, jnp.int32(start))
+        last, _, _ = net.window(text[:, start:], cache, zeros + start, jnp.int32(WIDTH))
+        return prefix, last
+
+    prefix, last = windows(net, text)
+    np.testing.assert_allclose(noised_rows[:, start:], last, atol=5e-6)
+    np.testing.assert_allclose(clean_rows[:, :start], prefix, atol=5e-6)
+    forward = quick_jit(Decoder.forward)(net, text)
+    np.testing.assert_allclose(net.logits_of(noised_rows[:, start:]), forward[:, start:], atol=2e-5)
+    np.testing.assert_allclose(net.logits_of(clean_rows[:, :start]), forward[:, :start], atol=2e-5)
+
+
 OPTIONS = {
-    "plain": PLAIN,
-    "complements": TrainConfig(corruption="random", position_decay=4.0),
-    "mixed, kl": TrainConfig(draft_fraction=0.4, position_decay=0.0, kl_weight=0.3),
-    "draft": TrainConfig(corruption="draft", no_complementary=True, position_decay=0.01),
+    "released": RELEASED,
+    "released, tied": RELEASED,
+    "clean": TrainConfig(position_decay=4.0),
+    "draft": TrainConfig(corruption="draft", position_decay=0.01),
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", OPTIONS)
-def test_loss_and_gradients_equal_the_dense_reference(name):
-    options, net = OPTIONS[name], model()
-    batch, key = text_batch(VOCAB if options.kl_weight else None), jax.random.key(2)
-    tokens, _, masked = corrupted_batch(net, batch, key, options)
+@pytest.mark.parametrize("name", tiers(OPTIONS, quick=["released"], long=None))
+def test_loss_and_gradients_equal_the_reference(name):
+    """An independent computation, with the same masks."""
+    options, net, batch, key = OPTIONS[name], model(tie_embeddings="tied" in name), packed_batch(), jax.random.key(3)
     (value, metrics), gradients = value_and_grad(net, batch, key, options)
-    terms = {"live": whole_blocks(batch["length"]), "own_end": False, "decay": options.position_decay}
-    terms |= {"teacher": batch.get("teacher_logits"), "kl": options.kl_weight}
+    maskable = batch["labelled"] & (np.arange(2 * WIDTH) > 0)
+    masked = np.asarray(drawn(key, maskable, BLOCK, options.corruption))
+    tokens = np.where(batch["tokens"] < 0, MASK, batch["tokens"])
+    terms = {"own_end": options.block_start == "noised", "decay": options.position_decay}
 
-    def dense(tensors: dict[str, np.ndarray]) -> float:
+    def reference(tensors: dict[str, np.ndarray]) -> float:
         return masked_loss(tensors, net.config, tokens, masked, **terms)
 
     tensors = hf_tensors(parameters(net), net.config)
-    np.testing.assert_allclose([value, metrics["loss"]], dense(tensors), rtol=1e-5)
-    share, kl = options.kl_weight, metrics.get("kl", 0.0)
-    np.testing.assert_allclose(value, (1 - share) * metrics["cross_entropy"] + share * kl, rtol=1e-6)
-    assert_gradients(hf_tensors(parameters(gradients), net.config), dense, tensors)
-    blocks = masked.reshape(len(masked), -1, BLOCK).any(-1)
+    assert ("lm_head.weight" in tensors) != net.config.tie_embeddings
+    np.testing.assert_allclose(value, reference(tensors), rtol=1e-5)
+    assert_gradients(hf_tensors(parameters(gradients), net.config), reference, tensors)
+    blocks = masked.reshape(-1, BLOCK).any(-1)
     assert metrics["labels"] == masked.sum() and metrics["firsts"] == blocks.sum()
+    if options.corruption == "uniform":  # each answer token once: in one view or in the other
+        assert metrics["labels"] == batch["labelled"].sum()
 
 
 def test_labels_are_scored_by_the_rows_that_draft_them():
@@ -101,78 +131,35 @@ def test_labels_are_scored_by_the_rows_that_draft_them():
         lambda d, c: d.draft(d.prefill(d.init(1, 128), c, jnp.int32(0), start, jnp.zeros((1, start, 0, 16))), c)
     )(drafter, view)
     text = np.concatenate([view.tokens[:, :start], draft.tokens[:, :BLOCK]], axis=1)
-    # A key that masks the whole block.
-    options, confidence = (
-        TrainConfig(corruption="draft", no_complementary=True, position_decay=0.0),
-        np.asarray(draft.confidence[0, :BLOCK]),
-    )
-    batch = {"tokens": text, "prompt_length": np.asarray([start]), "length": np.asarray([WIDTH])}
-    key = next(
-        key
-        for key in map(jax.random.key, range(100))
-        if draw(key, text, np.arange(WIDTH)[None] >= start, MASK, BLOCK, options)[1].sum() == BLOCK
-    )
-    value, metrics = value_of(net, batch, key, options)
-    np.testing.assert_allclose(value, -np.log(confidence).mean(), rtol=1e-5)
-    assert metrics["accuracy"] == 1 and metrics["labels"] == BLOCK
-
-
-@pytest.mark.parametrize("name", ["mixed, kl", "draft"])
-def test_padding_is_invisible(name):
-    """Neither its tokens nor how much of it there is, and a text without an answer teaches nothing."""
-    options, batch = OPTIONS[name], text_batch(VOCAB)
-    other = dict(batch)
-    padding = np.arange(WIDTH) >= batch["length"][:, None]
-    # The mask token and ids outside the vocabulary, too.
-    other["tokens"] = np.where(padding, np.resize([MASK, -1, 5, VOCAB + 3], padding.shape), batch["tokens"])
-    other["teacher_logits"] = np.where(padding[..., None], np.inf, batch["teacher_logits"])
-    other["tokens"][3, :6] = 11
-    key = jax.random.key(3)
-    (one, metrics), gradients = value_and_grad(model(), batch, key, options)
-    (two, _), other_gradients = value_and_grad(model(), other, key, options)
-    assert one == two and np.isfinite(one)
-    assert metrics["labels"] > 0
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients)):
-        np.testing.assert_array_equal(a, b)
+    labelled = np.arange(WIDTH)[None] >= start
+    # A key that masks the whole block in both views.
+    keys = map(jax.random.key, range(1000))
+    key = next(key for key in keys if drawn(key, labelled, BLOCK, "draft").sum() == 2 * BLOCK)
+    options = TrainConfig(corruption="draft", position_decay=0.0)
+    (value, metrics), _ = value_and_grad(net, {"tokens": text, "labelled": labelled}, key, options)
+    np.testing.assert_allclose(value, -np.log(draft.confidence[0, :BLOCK]).mean(), rtol=1e-5)
+    assert metrics["accuracy"] == 1 and metrics["labels"] == 2 * BLOCK
 
 
 def test_head_chunks_change_nothing():
     """192 rows: in ten chunks of which the last is not full, and in one chunk that is too long."""
-    options, batch, key = OPTIONS["mixed, kl"], text_batch(VOCAB), jax.random.key(1)
-    (expected, expected_metrics), expected_gradients = value_and_grad(model(), batch, key, options)
-    (value, metrics), gradients = value_and_grad(model(), batch, key, options, head_chunk=20)
+    batch, key = packed_batch(), jax.random.key(1)
+    expected, expected_gradients = value_and_grad(model(), batch, key, OPTIONS["clean"])
+    got, gradients = value_and_grad(model(), batch, key, OPTIONS["clean"], head_chunk=20)
     assert 20 < batch["tokens"].size * 2 < HEAD_CHUNK
-    assert_gradients_close(gradients, expected_gradients, 2e-6)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    for name in expected_metrics:
-        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients)):
+        np.testing.assert_allclose(one, other, atol=2e-6 * float(jnp.abs(other).max()))
 
 
-def test_a_batch_without_answers():
-    batch = text_batch() | {"prompt_length": np.full(4, WIDTH, np.int32)}
-    (value, metrics), gradients = value_and_grad(model(), batch, jax.random.key(0), PLAIN)
+def test_tokens_that_are_no_labels():
+    """The first one, and the mask token; without any label the loss is 0."""
+    batch = packed_batch()
+    batch["labelled"][:] = True
+    batch["tokens"][:, 9] = MASK
+    (value, metrics), _ = value_and_grad(model(), batch, jax.random.key(0), OPTIONS["clean"])
+    assert metrics["labels"] == (batch["tokens"] >= 0).sum() - 2 * len(batch["tokens"]) and np.isfinite(value)
+    batch["labelled"][:] = False
+    (value, metrics), gradients = value_and_grad(model(), batch, jax.random.key(0), OPTIONS["clean"])
     assert value == 0 and metrics["labels"] == 0 and metrics["accuracy"] == 0
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradients))
-
-
-def test_the_first_token_and_the_mask_token_are_no_labels():
-    batch = text_batch() | {"prompt_length": np.zeros(4, np.int32)}
-    batch["tokens"][:, 9] = MASK
-    (value, metrics), _ = value_and_grad(model(), batch, jax.random.key(0), OPTIONS["complements"])
-    assert metrics["labels"] == sum(batch["length"] - 1) - sum(batch["length"] > 9)
-    assert np.isfinite(value)
-
-
-@pytest.mark.parametrize(
-    "net, batch, changes, message",
-    [
-        (model(), {**text_batch(), "tokens": random_tokens(4, 20)}, {}, r"length 20 .* block size 8"),
-        (model(), text_batch(), {"kl_weight": 0.1}, "teacher_logits"),
-        (model(), text_batch(VOCAB + 1), {"kl_weight": 0.1}, rf"{VOCAB + 1} ids .* {VOCAB}"),
-        (random_model(tiny_config()), text_batch(), {}, "mask_token_id"),
-    ],
-    ids=("length", "no teacher", "wide teacher", "no mask"),
-)
-def test_errors(net, batch, changes, message):
-    with pytest.raises(ValueError, match=message):
-        loss(net, batch, jax.random.key(0), dataclasses.replace(PLAIN, **changes))

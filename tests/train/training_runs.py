@@ -17,14 +17,13 @@ from failfast_jax.checkpoints import parameter_map
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import initial
-from failfast_jax.train.diffusion_run import DiffusionObjective, StandaloneObjective
-from failfast_jax.train.documents import batches, load_documents
-from failfast_jax.train.packing import packed_batches
-from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.train.diffusion_run import DiffusionObjective
+from failfast_jax.train.documents import batches, load_documents, packed_batches
+from failfast_jax.train.train_config import MASKED, PRESETS, TrainConfig
 
 LENGTH = 32
-RELEASED = {"corruption": "uniform", "block_start": "noised", "mask_logit": "scored", "position_decay": 0.0}
-"""Options of `--preset fast-dllm-v2` that make its objective."""
+OBJECTIVE = ("corruption", "block_start", "mask_logit", "position_decay")
+RELEASED_OPTIONS = {name: PRESETS["fast-dllm-v2"][name] for name in OBJECTIVE}
 
 
 def write_data(
@@ -70,20 +69,21 @@ def hf_tensors(params: dict, config) -> dict[str, np.ndarray]:
 
 def make_batches(family: str, documents, batch: int):
     """Batches as in the family's runs."""
-    if family == "diffusion":
-        sizes = {"seq_len": 2 * LENGTH, "block_size": 8, "batch": batch, "packing": "separate"}
-        return packed_batches(documents, TrainConfig(family="diffusion", **sizes))[0]
+    if family in MASKED:
+        options = {"seq_len": 2 * LENGTH, "block_size": 8, "batch": batch, "packing": "stream"}
+        return packed_batches(documents, TrainConfig(family=family, **options))[0]
     return batches(documents, length=LENGTH, batch=batch, seed=0)
 
 
 def make_objective(family: str, target, documents, **changes):
     """A small objective; `extended` is this project's own block drafter."""
     if family == "standalone":
-        options = TrainConfig(family=family, block_size=8, position_decay=2.0, kl_weight=0.5, **changes)
-        return StandaloneObjective(target, (0, 2), options)
+        options = TrainConfig(family=family, block_size=8, position_decay=2.0, **changes)
+        return DiffusionObjective.of_layers(target, (0, 2), options)
     if family == "diffusion":
         start = random_model(diffusion_config(num_layers=2), seed=3)
-        return DiffusionObjective(start.config, parameters(start), TrainConfig(family=family, **RELEASED, **changes))
+        options = TrainConfig(family=family, **RELEASED_OPTIONS, **changes)
+        return DiffusionObjective(start.config, parameters(start), options)
     if family == "dspark":
         model = random_dspark(target, feature_layers=(0, 1), seed=5)
         return BlockObjective(model.network, target, None, TrainConfig(anchors=3, position_decay=4.0, **changes))

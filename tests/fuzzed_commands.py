@@ -84,8 +84,8 @@ def stop_at_models() -> None:
 
     generate.load = serve.load = chat.load = question_sets.hub_rows = _reached
     hub.snapshot, selfgen.load_pair = _offline, _reached
-    run_command.Comparison = run_command.RayComparison = _reached
-    micro.MicroModels = _reached
+    run_command.Comparison = _reached
+    micro.FailFast = types.SimpleNamespace(load=_reached)
     train_command.open_checkpoint = draft_graph_calibration.FailFast = replay.replay_target = (
         orbax_folder.save_params
     ) = _reached

@@ -21,9 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from failfast_jax.bench.run_config import PRESETS
 
-EXAMPLE = "test/algebra/2584.json"
-"""Question 2 of MATH-500, which Appendix F shows: "If f(x) = (3x-2)/(x-2), what is f(-2) + f(-1) + f(0)?"."""
-
 FIELD = GOLDEN / "field"
 TARGET, AR, DIFFUSION, EAGLE = "Qwen2.5-32B-Instruct", "Qwen2.5-1.5B-Instruct", "Fast_dLLM_v2_1.5B", "EAGLE3"
 """Folders of the models."""
@@ -73,7 +70,7 @@ def write_models(folder: Path) -> None:
 def write_rows(folder: Path) -> None:
     """A file for each data set, by its name, and `chat`: conversations."""
     article = "Please reason step by step, separate logical reasoning steps, and put your final answer. " * 8
-    math = (*MATH, (EXAMPLE, "What is 7 + 9?"))
+    math = (*MATH, ("q3", "What is 7 + 9?"))
     rows = {
         "math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in math],
         "gsm8k": [{"question": text, "answer": "#### 7"} for _, text in GSM8K],

@@ -6,9 +6,14 @@ import types
 
 import jax.numpy as jnp
 
-from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench import comparison
+from failfast_jax.bench.engine_pool import EnginePool, role_of
+from failfast_jax.checkpoints import hub
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast, Result, Round, Stats
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
+from failfast_jax.options import flag_of
 
 
 class StubTokenizer:
@@ -106,8 +111,22 @@ class StubEnginePool(EnginePool):
         self.options, self.base = {"dtype": None}, engine
         self._built = {None: engine}
 
-    def get(self, setting, config):
-        missing = self.missing(setting)
-        if missing is not None:
-            raise ValueError(f"{setting.label}: {missing}")
+    def get(self, row, config):
+        kinds = METHODS[row.method].kinds
+        source = row.options.get("drafter", self.sources.get(role_of(row.method)))
+        default = self.sources["target"] is None and BLOCK_DIFFUSION in kinds
+        if kinds and METHODS[row.method].needs_model and source is None and not default:
+            raise ValueError(f"needs {flag_of(role_of(row.method))}, a model of kind {' or '.join(kinds)}")
         return self.base
+
+
+def use_stub(monkeypatch) -> StubEngine:
+    """Puts a stub in the place of every engine of `bench run`; all sources are taken to be there."""
+    engine, names = StubEngine(), ("target", "drafter", "ar_drafter")
+
+    def pool(*sources, **_):
+        return StubEnginePool(engine, **dict(zip(names, sources)))
+
+    monkeypatch.setattr(comparison, "EnginePool", pool)
+    monkeypatch.setattr(hub, "resolve_source", lambda source: source)
+    return engine

@@ -36,19 +36,6 @@ def test_by_hand():
     assert speedup.endswith("| speedup | 2.00 | 1.50 to 2.50 | 0.75 to 1.25 |")
 
 
-def test_one_layout_and_a_known_acceptance_are_one_figure():
-    """5 tokens a round of 3 + 1 ms are 2.5 times a token each 2 ms."""
-    found = measured(tokens_a_round=(5.0, 5.0), passes_ms={2: Passes(2.0, 3.0, 1.0)})
-    assert found.predicted() == {"plain": (2000, 2000), "drafted": (5000, 5000), "speedup": (2.5, 2.5)}
-    assert published_speeds.table([found]).endswith("| 2.00 | 2.50 | 1.25 |")
-
-
-def test_the_summary_spans_all_measurements():
-    slow = measured(published={"plain": 500.0, "drafted": 10_000.0, "speedup": 5.0})
-    sentence = published_speeds.summary([measured(), slow])
-    assert "predicted 0.3 to 8.0 times the published tokens/s and 0.3 to 1.2 times the published speedup" in sentence
-
-
 @pytest.mark.parametrize("found", published_speeds.measurements(), ids=lambda m: f"{m.source}-{m.clients}")
 def test_what_is_published(found):
     """Three loads, each with its source, what was assumed, and figures that agree with one another."""

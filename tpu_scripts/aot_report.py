@@ -213,7 +213,6 @@ def work(chosen: list[CompileCase], options: dict[str, Any], out: Path | None) -
             failed = True
             print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)
         write_report(out, results)
-    print(f"\n{published_speeds.summary(published_speeds.measurements())}", flush=True)
     return int(failed)
 
 
@@ -246,7 +245,6 @@ def work_published(out: Path | None) -> int:
         compared.append(dataclasses.replace(measured, passes_ms=passes))
         write_report(out, compared)
     print(published_speeds.table(compared))
-    print(published_speeds.summary(compared))
     return 0
 
 

@@ -12,11 +12,12 @@ COMMANDS = {
     "replay": "time rounds at real sizes, with the paper's acceptance",
     "micro": "time parts of the engine and its kernels",
 }
+MODULES = {"run": "run_command", "paper": "paper.reproduction"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names, and returns its exit status."""
-    return command_line.dispatch("failfast_jax.bench", COMMANDS, argv, extra="bench", modules={"run": "run_command"})
+    return command_line.dispatch("failfast_jax.bench", COMMANDS, argv, extra="bench", modules=MODULES)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pandas as pd
 
 from failfast_jax.bench.rows import BASELINE
 from failfast_jax.errors import ConfigError
-from failfast_jax.results import Result, Round, Stats
+from failfast_jax.results import Result
 from failfast_jax.util.records import Journal, Record, read_lines
 
 RECORDS = "records.jsonl"
@@ -34,7 +33,7 @@ def key_of(kind: str, record: Record) -> tuple:
 
 
 def to_record(result: Result, batch: int = 1) -> Record:
-    """Returns the record of an answer: enough for every table, figure and trajectory.
+    """Returns the record of an answer: enough for every table and figure.
 
     Rounds of `vanilla` are one token each and are left out. An answer of a batch has an equal share of its time.
     """
@@ -62,27 +61,6 @@ def to_record(result: Result, batch: int = 1) -> Record:
         "output_ids": result.output_ids,
         "detail": [] if result.method == BASELINE else detail,
     }
-
-
-def result_of(record: Record) -> Result:
-    """Returns an answer from its record, without its text.
-
-    Raises:
-      ValueError: it was recorded without the drafted tokens.
-    """
-    rounds, at = [], 0
-    ids = record["output_ids"]
-    for entry in record["detail"]:
-        if "ids" not in entry:
-            raise ValueError(f"{record['setting']}, question {record['question']}: recorded without drafted ids")
-        emitted = ids[at : at + entry["emitted"]]
-        rounds.append(Round(entry["ids"], entry["confidence"], entry["accepted"], emitted, entry["passes"]))
-        at += len(emitted)
-    rounds += [Round([], [], 0, [token], 0) for token in ids[at:]]  # of `vanilla`
-    kept = {name: record.get(name, 0) for name in (field.name for field in dataclasses.fields(Stats))}
-    speed = len(ids) / record["decode_s"] if record.get("decode_s") else 0.0
-    stats = Stats(**{**kept, "rounds": len(rounds), "costs": None, "tokens_per_s": speed})
-    return Result([], ids, None, record["finish_reason"], record["setting"], stats, rounds)
 
 
 class AnswerLog(Journal):

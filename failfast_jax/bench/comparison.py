@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,15 +27,12 @@ from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.public_data.question_sets import Dataset, Question, stamp
 from failfast_jax.text_stream import text_of
-from failfast_jax.util.hardware import machine
 from failfast_jax.util.progress import progress_bar
 
 WARM_UPS = 3
 """Maximum answers of one question and row that are thrown away because they compiled something."""
 BLOCK = 6
 """Rows that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
-Place = tuple[str, str]
-"""A dataset's name and a question's id."""
 
 
 class RunPlan(NamedTuple):
@@ -169,19 +166,16 @@ class Comparison:
         if not self.rows:
             raise ValueError("--methods: none of them can run here")
         self._questions = {(d.name, q.id): q for d in plan.datasets for q in d.questions}
-        self._ids: dict[Place, list[int]] = {}
+        self._ids: dict[tuple[str, str], list[int]] = {}
         self._warm: set[tuple] = set()
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The machine and the models for a report, and what records must agree on."""
-        host = machine()
-        identity = {
+    def identity(self, host: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what records must agree on; `host` is `hardware.machine`."""
+        return {
             **self.engines.identity(),
             "options": all_options(self.plan.common),
             "machine": {name: host[name] for name in ("device", "processor", "cores", "jax")},
         }
-        return {"identity": identity, "machine": host, "models": self.engines.names(), "left_out": self.left_out}
 
     def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """Returns answers as text."""
@@ -232,8 +226,8 @@ class Comparison:
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def run(self, log: AnswerLog, only: Collection[Place] | None = None) -> None:
-        """Answers what has no record yet: all questions, or `only` these.
+    def run(self, log: AnswerLog) -> None:
+        """Answers what has no record yet.
 
         Raises:
           ValueError: records of other options or prompts, or a prompt that cannot be served; nothing has been answered.
@@ -242,7 +236,6 @@ class Comparison:
         self._check_records()
         ordered = [(dataset, self._in_order(dataset)) for dataset in self.plan.datasets]
         turns = list(turns_of(ordered, self.rows, self.plan.config.repeats))
-        turns = [turn for turn in turns if only is None or (turn.dataset.name, turn.questions[0].id) in only]
         missing = sum(len(missing_rows(turn, log)) * len(turn.questions) for turn in turns)
         total = sum((1 + len(turn.rows)) * len(turn.questions) for turn in turns)
         with progress_bar("bench", "answer", total=total, initial=total - missing) as bar:

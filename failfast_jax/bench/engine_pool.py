@@ -9,13 +9,12 @@ from typing import Any
 from failfast_jax.bench.rows import BASELINE, DRAFTER, THETA, Row
 from failfast_jax.bench.run_config import RunConfig
 from failfast_jax.checkpoints.hub import default_target_path, find_models
-from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
 from failfast_jax.default_pair import embedded_drafter
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.options import flag_of
 from failfast_jax.public_data.question_sets import stamp
 from failfast_jax.request_flags import tell_new_meaning
@@ -96,50 +95,22 @@ class EnginePool:
             names["drafter"] = names["drafter"] or (shipped and f"the embedded {shipped.name}")
         return names
 
-    def _source(self, row: Row) -> Source:
-        """Returns the drafter that was named for a row."""
-        role = role_of(row.method)
-        return row.options.get(DRAFTER, None if role is None else self.sources[role])
-
-    def missing(self, row: Row) -> str | None:
-        """Returns which drafter a row would need, if there is none or another one; None: nothing is missing."""
-        options, source = METHODS[row.method], self._source(row)
-        kinds = options.kinds
-        if not kinds or (source is None and not options.needs_model):
-            return None
-        wanted = f"a model of kind {' or '.join(kinds)}"
-        if source is None and AUTOREGRESSIVE in kinds:
-            return "needs --ar-drafter, an autoregressive model with the target's tokens"
-        if source is None and self.sources["target"] is not None:
-            return f"needs --drafter, {wanted}"
-        if source is None and BLOCK_DIFFUSION in kinds:
-            return None  # the default pair has one
-        if source is None and FEATURE_BLOCK in kinds:
-            source = embedded_drafter()
-        if source is None:
-            return f"needs {row.method}:drafter=P, {wanted} for this target"
-        kind, method = own_method(source)
-        if kind not in kinds:
-            return f"needs {row.method}:drafter=P, {wanted}; {source} is a drafter for {method}"
-        if row.method == "dspark" and not ModelFolder(source).has_heads:
-            return f"needs {row.method}:drafter=P, {wanted}; {source} has no Markov or confidence head"
-        return None
-
     def get(self, row: Row, config: GenerationConfig) -> FailFast:
         """Returns the engine that answers a row's requests.
 
         Raises:
           ValueError: its drafter is missing, unreadable or does not fit.
         """
-        kinds, source = METHODS[row.method].kinds, self._source(row)
+        kinds, role = METHODS[row.method].kinds, role_of(row.method)
+        source = row.options.get(DRAFTER, self.sources.get(role))
         # A drafter that was named serves all methods of its kind; of the default pair's, these options choose.
         chosen = {"method": config.method, "schedule": config.options.get("schedule")}
         key = None if not kinds else str(source) if source is not None else tuple(chosen.items())
         if (theta := row.options.get(THETA)) is not None:
             key, chosen = (key, theta), {**chosen, THETA: theta}
         if key not in self._built:
-            if missing := self.missing(row):
-                raise ValueError(f"{row.label}: {missing}")
+            if source is None and role == "ar_drafter":
+                raise ValueError("needs --ar-drafter, an autoregressive model with the target's tokens")
             self._built[key] = FailFast.load(self.base, source, **self.options, **chosen)
         return self._built[key]
 
@@ -153,14 +124,11 @@ class EnginePool:
           ValueError: the message names the row.
         """
         try:
-            if missing := self.missing(row):
-                raise ValueError(missing)
             engine = self.get(row, config)
             description = engine.build_drafter(engine.resolve(config)).describe()
             tell_new_meaning(config)
         except ValueError as error:
-            text = str(error)
-            raise ValueError(text if text.startswith(f"{row.label}: ") else f"{row.label}: {text}") from None
+            raise ValueError(f"{row.label}: {error}") from None
         return description
 
     @property

@@ -18,7 +18,8 @@ import pandas as pd
 
 from failfast_jax.bench.answer_log import AnswerLog, rounds_of
 from failfast_jax.bench.rows import BASELINE, BATCH
-from failfast_jax.bench.summary import BINS, calibrations, totals
+from failfast_jax.bench.summary import totals
+from failfast_jax.policy.expected_tokens import calibration_error
 from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import write_atomically
 
@@ -28,6 +29,9 @@ SENSITIVE = {
     "max_spec_len": "longest draft",
     BATCH: "sequences in a batch",
 }
+SPEEDUPS = ["speedup", "prompt_speedup.low", "prompt_speedup.high"]
+BINS = 10
+"""Bins of confidence."""
 OR_WITHOUT = ", or leave them out with --no-figures"
 
 
@@ -151,22 +155,14 @@ def speedup_bars(run: RunAnswers) -> Any:
     """Draws the decode time of vanilla over that of each row; whiskers: quartiles over questions."""
     labels, colours = run.labels(), run.colours()
     figure, (axis,) = panels(1, max(6.0, 1.0 + 0.45 * len(labels) * len(run.names)))
-    width = 0.8 / max(len(labels), 1)
-    for at, dataset in enumerate(run.names):
-        table = totals(run.of(dataset))
-        for index, label in enumerate(labels):
-            if label not in run.names[dataset] or label not in table.index:
-                continue
-            row = table.loc[label]
-            place, low, high = (
-                at + (index - (len(labels) - 1) / 2) * width,
-                *row[["prompt_speedup.low", "prompt_speedup.high"]],
-            )
-            axis.bar(place, row.speedup, width * 0.92, color=colours[label])
-            axis.plot([place, place], [low, high], color="#333333", linewidth=1)
-            axis.text(place, max(row.speedup, high), f"{row.speedup:.2f}", ha="center", va="bottom")
-    for label, name in labels.items():
-        axis.bar([0], [0], color=colours[label], label=name)
+    width, tables = 0.8 / max(len(labels), 1), {dataset: totals(run.of(dataset)) for dataset in run.names}
+    for index, (label, name) in enumerate(labels.items()):
+        asked = [dataset for dataset, names in run.names.items() if label in names and label in tables[dataset].index]
+        rows = pd.DataFrame([tables[dataset].loc[label] for dataset in asked], columns=SPEEDUPS)
+        places = [list(run.names).index(dataset) + (index - (len(labels) - 1) / 2) * width for dataset in asked]
+        bars = axis.bar(places, rows.speedup, width * 0.92, color=colours[label], label=name)
+        axis.bar_label(bars, fmt="%.2f")
+        axis.vlines(places, rows[SPEEDUPS[1]], rows[SPEEDUPS[2]], color="#333333", linewidth=1)
     axis.axhline(1.0, color="#999999", linestyle="--", linewidth=1)
     axis.set_xticks(range(len(run.names)), list(run.names))
     axis.set(ylabel="speedup over vanilla decoding", title="Measured speedup (whiskers: quartiles of questions)")
@@ -190,25 +186,52 @@ def length_cdf(run: RunAnswers) -> Any:
     return per_dataset(run, draw, xlabel=text, ylabel="share of rounds")
 
 
+def in_bins(confidence: pd.Series, accepted: pd.Series) -> pd.DataFrame:
+    """Returns the count and both means for each tenth of confidence that has any."""
+    groups = pd.DataFrame({"confidence": confidence, "accepted": accepted}, dtype=float).groupby(
+        (confidence * BINS).astype(int).clip(0, BINS - 1)
+    )
+    return groups.mean().assign(count=groups.size())
+
+
+def calibration(rounds: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, float]:
+    """Compares a row's confidence with acceptance: all that the target agreed with, beyond an answer's end, too.
+
+    Args:
+      rounds: see `rounds_of`; of one row.
+
+    Returns:
+      Bins of drafts by the confidence of their first token, with the accepted length; bins of drafted tokens up to and
+      including the first rejected one, with the share accepted; and the expected calibration error over those tokens.
+    """
+    tokens = rounds.explode("confidence").astype({"confidence": float})
+    position = tokens.groupby(level=0).cumcount() + 1
+    tokens["right"] = position <= tokens.accepted
+    judged = tokens[position <= tokens.accepted + 1]
+    error = calibration_error(judged.confidence.tolist(), judged.right.tolist())
+    first = rounds.confidence.str[0].astype(float)
+    return in_bins(first, rounds.accepted), in_bins(judged.confidence, judged.right), error
+
+
 def calibration_curves(run: RunAnswers) -> Any:
     """Draws confidence against acceptance, all datasets together, two panels for each row."""
-    by_row = calibrations(run.answers, run.labels())
+    rounds = rounds_of(run.answers)
+    by_row = {name: rounds[rounds.setting == label] for label, name in run.labels().items()}
+    by_row = {name: calibration(drafts) for name, drafts in by_row.items() if len(drafts)}
     if not by_row:
         raise NoData("no row drafted anything")
     figure = figure_class()(figsize=(11, 4 * len(by_row)), layout="constrained")
-    for (left, right), (name, tables) in zip(figure.subplots(len(by_row), 2, squeeze=False), by_row.items()):
-        for axis, bins in ((left, tables["rounds"]), (right, tables["tokens"])):
-            points = bins[bins["count"] > 0]
+    for (left, right), (name, (first, tokens, error)) in zip(
+        figure.subplots(len(by_row), 2, squeeze=False), by_row.items()
+    ):
+        for axis, points in ((left, first), (right, tokens)):
             axis.plot(points.confidence, points.accepted, "o-")
             axis.set_xlim(-0.02, 1.02)
         left.set(title=f"{name}: accepted length", xlabel="confidence of the first drafted token")
-        left.set_ylabel("mean accepted length (line)")
+        left.set_ylabel("mean accepted length")
         left.set_ylim(bottom=0)
-        counts, bins = left.twinx(), tables["rounds"]
-        counts.bar((bins.low + bins.high) / 2, bins["count"], width=0.9 / BINS, color="#99999944")
-        counts.set_ylabel("rounds (bars)")
         right.plot([0, 1], [0, 1], "--", color="#999999")
-        right.set(title=f"{name}: reliability, calibration error {tables['ece']:.3f}", ylim=(-0.02, 1.02))
+        right.set(title=f"{name}: reliability, calibration error {error:.3f}", ylim=(-0.02, 1.02))
         right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
     return figure
 

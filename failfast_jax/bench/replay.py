@@ -15,115 +15,447 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
-import inspect
-import json
-import math
+import functools
 import os
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
-from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.checkpoints.checkpoint import DTYPES
+from failfast_jax.decoding import decode_round
+from failfast_jax.decoding.decode_state import DecodeState, Draft, Prompts, RoundLog, Verified
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.picking import argmax
+from failfast_jax.decoding.placement import StatePlacement
+from failfast_jax.decoding.stopping import AtLength, Never
+from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Plan, buffer_length, make_plan
+from failfast_jax.drafters.block_diffusion import BlockState, Wide
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels.kernel_table import KERNELS
-from failfast_jax.models.sharding import make_mesh
-from failfast_jax.options import check_least
-from failfast_jax.public_data import acceptance_law
-from failfast_jax.public_data.acceptance_law import DATASETS, published_for
-from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, TARGETS, MisfitError
+from failfast_jax.models.kv_cache import KVCache
+from failfast_jax.models.sharding import Execution, constrain, execution_of, make_mesh, put
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import CommandOptions, add_flags_of, option
+from failfast_jax.public_data import acceptance_law, model_shapes
+from failfast_jax.public_data.acceptance_law import CHUNK, DATASETS, Statistics
+from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, TARGETS
 from failfast_jax.util import hardware, processes
 from failfast_jax.util.files import sole_writer, user_path, write_atomically, write_json
-from failfast_jax.util.records import Journal
+from failfast_jax.util.progress import progress_bar, waiting
 from failfast_jax.util.tables import markdown
 
 NOTICE = (
     "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "
     "This measures the engine, not a drafter."
 )
-TARGETS_FILE = "targets.jsonl"
-REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
 MEMORY_FRACTION = "0.95"
 """Share of a GPU's memory that JAX may take; its default of 0.75 is too little for 32B on 80 GB."""
+SPARE_BYTES = 2**28
+"""Left free for programs and the runtime."""
+LONGEST = 70
+"""Longest draft of the paper's tables."""
+DEFAULT_CAP = 60
+"""The engine's own longest draft: a verify of 61 rows is timed beside that of the paper's 71."""
 
 
-def replay_target(name: str, options: ReplayOptions) -> dict[str, Any]:
-    """Returns the record of one target: its measurements, or why it was skipped.
+# -- programs --------------------------------------------------------------------------------------------------------
+
+Caches = tuple[KVCache, ...]
+"""The target's, then the drafter's."""
+
+
+class Models(NamedTuple):
+    """A pair; every program takes it, its caches, a prompt, and the number of steps or the draws."""
+
+    target: Decoder
+    drafter: Wide
+
+
+@flax.struct.dataclass
+class Draws:
+    """Lengths that are imposed on each round."""
+
+    chunks: Int[Array, " R"]
+    """Chunks of the draft."""
+    accepted: Int[Array, " R"]
+    """Drafted tokens that agree."""
+
+
+def prompt_of(tokens: np.ndarray) -> Prompts:
+    """Returns a prompt that is answered greedily, without stop tokens: an argument of programs, as in the engine."""
+    stop = jnp.asarray(decode_round.stop_tokens(()))
+    length = jnp.asarray([len(tokens)], jnp.int32)
+    return Prompts(jnp.asarray(tokens[None], jnp.int32), length, stop, decode_round.greedy_sampling(1))
+
+
+def compiled(function: Callable, **static: Any) -> Callable:
+    """Returns a program of this module with the engine's compiler options; it reuses the memory of its caches."""
+    options = hardware.compiler_options(jax.devices()[0])
+    return jax.jit(functools.partial(function, **static), donate_argnums=1, compiler_options=options)
+
+
+def placed(models: Models, caches: Caches, result: Any) -> tuple[Caches, Any]:
+    """Constrains a program's results: caches lie like their models' heads, so that the next program takes them as they
+    are; the rest is whole on every device."""
+    executions = models.target.execution, models.drafter.model.execution
+    caches = tuple(constrain(cache, each, P(each.batch, each.heads)) for cache, each in zip(caches, executions))
+    return caches, constrain(result, models.target.execution, P())
+
+
+def begin(target: Decoder, drafter: Drafter, caches: Caches, prompt: Prompts, capacity: int, plan: Plan) -> DecodeState:
+    """Returns a state whose prompt is committed and cached; `caches` hold anything."""
+    limit = jnp.full_like(prompt.length, capacity)
+    state = decode_round.init_state(target, drafter, prompt, limit, capacity=capacity, plan=plan)
+    state = state.replace(target=caches[0])
+    if isinstance(drafter, Wide):
+        state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(prompt.length)))
+    return StatePlacement.of(target, getattr(drafter, "model", None))(state)
+
+
+def force_acceptance(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab: int) -> Verified:
+    """Overwrites picks so that exactly the first `accepted` agree with the draft; the rest stays the target's.
+
+    Draft 3 4 5, picks 9 4 7 8, accepted 1: the picks become 3 5 7 8 (4 would agree at the second place, so it is
+    changed to the next token).
+    """
+    # Nothing may tell XLA that some of the target's picks are not looked at.
+    picks = jax.lax.optimization_barrier(verified.picks)
+    drafted = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    columns = jnp.arange(picks.shape[1])
+    other = jnp.where(picks == drafted, (picks + 1) % vocab, picks)
+    picks = jnp.where(columns < accepted, drafted, jnp.where(columns == accepted, other, picks))
+    return verified.replace(picks=picks, accepted=jnp.full_like(verified.accepted, accepted))
+
+
+def replay_program(
+    models: Models, caches: Caches, prompt: Prompts, draws: Draws, *, capacity: int, plan: Plan
+) -> tuple[Caches, RoundLog]:
+    """All rounds in one loop, as `decode_round.generate` runs them, with the drawn lengths."""
+    target = models.target
+
+    def step(state: DecodeState) -> DecodeState:
+        index = state.log.round
+        drafter = models.drafter.replace(rule=AtLength(draws.chunks[index] * models.drafter.spec_len))
+        proposal, state = decode_round.draft(drafter, state)
+        verified, state = decode_round.verify(target, drafter, state, proposal, plan=plan)
+        verified = force_acceptance(proposal, verified, draws.accepted[index], target.config.vocab_size)
+        return decode_round.commit(drafter, state, proposal, verified)
+
+    state = begin(*models, caches, prompt, capacity, plan)
+    state = decode_round.loop(step, state, draws.accepted.shape[0], until_any=False)
+    return placed(models, (state.target, state.drafter.cache), state.log)
+
+
+def plain_program(
+    models: Models, caches: Caches, prompt: Prompts, steps: Int[Array, ""], *, capacity: int, plan: Plan
+) -> tuple[Caches, RoundLog]:
+    """Plain decoding: the engine's own loop around the drafter that proposes nothing.
+
+    Each step verifies as many rows as the plan's narrowest width: with a plan of one width it times that verify.
+    """
+    state = begin(models.target, Drafter(), caches, prompt, capacity, plan)
+    state = decode_round.generate(models.target, Drafter(), state, steps, plan=plan)
+    return placed(models, (state.target, caches[1]), state.log)
+
+
+def pass_program(
+    models: Models, caches: Caches, prompt: Prompts, steps: Int[Array, ""], *, width: int
+) -> tuple[Caches, Int[Array, "B W"]]:
+    """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
+    drafter, place = models.drafter, models.drafter.whole_blocks(prompt.length)
+    front = slice(0, drafter.spec_len)
+
+    def one_pass(_, carry):
+        cache, tokens = carry
+        hidden, cache, _ = drafter.model.window(tokens, cache, place, jnp.max(place) + width)
+        proposed, confidence = argmax(drafter.logits(hidden[:, front]), confidence=True)
+        # The proposal changes the next pass's tokens, so that no pass can be left out.
+        return cache, tokens.at[:, front].set(jnp.where(confidence >= 0, proposed, tokens[:, front]))
+
+    window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(place), width))
+    cache, window = jax.lax.fori_loop(0, steps, one_pass, (caches[1], window))
+    return placed(models, (caches[0], cache), window)
+
+
+# -- measurements ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions(CommandOptions):
+    """The command's flags."""
+
+    target: str | None = option(None, "default: qwen2.5-7b, on a CPU tiny", choices=TARGETS)
+    drafter: str = option("fast-dllm-v2-1.5b", "drafter", choices=DRAFTERS)
+    dataset: str = option(
+        ",".join(DATASETS).lower(),
+        "datasets of the statistics, comma-separated; vanilla runs as many tokens as the first",
+    )
+    rounds: int = option(128, "timed rounds", least=2)
+    context: int = option(1024, "committed tokens at the beginning", least=2)
+    dtype: str = option("bfloat16", "weights and caches", choices=tuple(DTYPES))
+    platform: str | None = option(None, "plan widths as there (default: as here)", choices=("cpu", "gpu", "tpu"))
+    tensor_parallel: int = option(1, "devices that share each layer", least=1)
+    kernel: str | None = option(None, "attention kernel (default: the platform's)", choices=KERNELS)
+    seed: int = option(0, "seed of weights and draws")
+    repeats: int = option(3, "timed runs; medians are reported", least=1)
+
+    @property
+    def datasets(self) -> list[str]:
+        """The names in `dataset`, as the paper spells them; raises ValueError for an unknown one."""
+        return list(dict.fromkeys(acceptance_law.published_for("", name).dataset for name in self.dataset.split(",")))
+
+
+class Case(NamedTuple):
+    """The rounds of one dataset: the paper's statistics, and lengths drawn from the law that they follow."""
+
+    statistics: Statistics
+    draws: Draws
+
+    @classmethod
+    def drawn(cls, target: str, dataset: str, rounds: int, seed: int) -> Case:
+        """Draws the rounds of a dataset from its law."""
+        statistics = acceptance_law.published_for(target, dataset)
+        drawn = acceptance_law.draw(acceptance_law.fit(statistics), rounds, seed)
+        return cls(statistics, Draws(*map(jnp.asarray, drawn)))
+
+    @property
+    def tokens(self) -> int:
+        """Emitted tokens: the accepted ones and one a round."""
+        return int(self.draws.accepted.sum()) + len(self.draws.accepted)
+
+    def bytes_of_a_round(
+        self, context: int, target: Callable[[float], float], drafter: Callable[[float], float]
+    ) -> float:
+        """Returns the mean bytes that a round's passes have to read, given those of a pass by its live positions.
+
+        With a context of 40, drafts of 10 and 20 and 10 and 3 accepted: rounds begin at 40 and 51, verifies see 50 and
+        71 positions, and the three passes of the drafter 50, 61 and 71 (without the masks up to a block's end).
+        """
+        chunks, accepted = (np.asarray(lengths) for lengths in (self.draws.chunks, self.draws.accepted))
+        begins = context + np.cumsum(accepted + 1) - (accepted + 1)
+        passes = np.concatenate([begin + CHUNK * np.arange(1, n + 1) for begin, n in zip(begins, chunks)])
+        reads = target(float((begins + CHUNK * chunks).mean())) * len(chunks) + drafter(passes.mean()) * len(passes)
+        return reads / len(chunks)
+
+
+def abstract_pair(options: ReplayOptions, mesh: Mesh | None = None) -> Models:
+    """Returns the shapes of a target and of a `wide` drafter, spread over the devices of a mesh.
 
     Raises:
-      OptionError: there are too few devices, or the target cannot be spread over them.
+      OptionError: the target cannot be spread over the mesh.
+    """
+
+    def model(name: str) -> Any:
+        execution, config = Execution(kernel=options.kernel), CONFIGS[name]
+        if mesh is not None:
+            execution = execution_of(config, mesh, drafter=config.is_diffusion, kernel=options.kernel)
+        return model_shapes.spread_shapes(model_shapes.abstract_model(config, options.dtype), execution)
+
+    sizes = {"vocab": CONFIGS[options.target].vocab_size, "spec_len": CHUNK, "max_spec_len": LONGEST}
+    everywhere = None if mesh is None else NamedSharding(mesh, P())
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
+
+    return jax.tree.map(shape, Models(model(options.target), Wide(model=model(options.drafter), rule=Never(), **sizes)))
+
+
+def medians(actions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Returns the median seconds of each action over `repeats` turns.
+
+    A machine's speed drifts within minutes by more than most differences: actions take turns, every other turn in
+    reversed order. A first turn is not counted. Arrays that an action returns are waited for.
+    """
+    seconds: dict[str, list[float]] = {key: [] for key in actions}
+    for turn in range(repeats + 1):
+        for key in list(actions)[:: -1 if turn % 2 else 1]:
+            start = time.perf_counter()
+            jax.block_until_ready(actions[key]())
+            seconds[key].append(time.perf_counter() - start)
+    return {key: float(np.median(values[1:])) for key, values in seconds.items()}
+
+
+class ReplayedPair:
+    """One target and drafter, and the programs that are timed on them. Nothing is allocated before `measure`.
+
+    Attributes:
+      programs: compiled functions with their last argument (steps or draws), by name: `vanilla`, `replay MATH`,
+        `verify 72` (rows), `pass 32` (rows).
+      steps: tokens, rounds or passes of each program.
+      seconds, logs: medians and last results by name, once measured.
+    """
+
+    def __init__(self, options: ReplayOptions, mesh: Mesh | None = None):
+        self.options, self.mesh = options, mesh
+        self.models = abstract_pair(options, mesh)
+        platform, drafter = options.platform or jax.default_backend(), self.models.drafter
+        self.plan = make_plan(drafter, platform=platform)
+        drawn = (Case.drawn(options.target, name, options.rounds, options.seed) for name in options.datasets)
+        self.cases = {f"replay {case.statistics.dataset}": case for case in drawn}
+        self.capacity = options.context + max(case.tokens for case in self.cases.values()) + LONGEST + 1
+        widths = {*self.plan.widths}
+        if platform != "cpu":  # an accelerator verifies any draft in one width
+            widths.add(DEFAULT_WIDTHS[platform].ladder(DEFAULT_CAP + 1)[-1])
+        self.verify = {f"verify {rows}": rows for rows in sorted(widths)}
+        self.passes = {f"pass {rows}": rows for rows in range(drafter.block, drafter.window + 1, drafter.block)}
+        self.steps = dict.fromkeys((*self.verify, *self.passes), max(options.rounds // 2, 2))
+        self.steps |= dict.fromkeys(self.cases, options.rounds)
+        self.steps["vanilla"] = next(iter(self.cases.values())).tokens
+        self.programs = self._programs(platform)
+        self.seconds: dict[str, float] = {}
+        self.logs: dict[str, Any] = {}
+
+    def _programs(self, platform: str) -> dict[str, tuple[Callable, Any]]:
+        plans = {"vanilla": make_plan(Drafter(), platform=platform)}
+        plans |= {name: Plan((rows,), (rows,), (rows,)) for name, rows in self.verify.items()}
+        whole = functools.partial(compiled, capacity=self.capacity)
+        replay = whole(replay_program, plan=self.plan)
+        programs = {name: whole(plain_program, plan=plan) for name, plan in plans.items()}
+        programs |= {name: compiled(pass_program, width=rows) for name, rows in self.passes.items()}
+        timed = {name: (program, np.int32(self.steps[name])) for name, program in programs.items()}
+        return timed | {name: (replay, case.draws) for name, case in self.cases.items()}
+
+    def shapes(self) -> tuple[Models, Caches, Prompts]:
+        """Returns the programs' arguments: shapes of models and caches, and a random context."""
+        rng, pair = np.random.default_rng(self.options.seed), (self.models.target, self.models.drafter.model)
+        tokens = rng.integers(0, min(model.config.vocab_size for model in pair), self.options.context)
+        length = buffer_length(self.capacity, self.models.drafter, self.plan)
+        return self.models, model_shapes.abstract_caches(pair, length, self.options.dtype), prompt_of(tokens)
+
+    def needed_bytes(self) -> int:
+        """Bytes of weights, caches and logits on each device."""
+        target, (models, caches, _) = self.models.target, self.shapes()
+        logits = 4 * target.config.vocab_size * self.plan.widths[-1] // target.execution.parts(target.execution.vocab)
+        return hardware.bytes_on_a_device((models, caches)) + logits
+
+    def _everywhere(self, tree: Any) -> Any:
+        """Puts small arrays whole on each device of the mesh; without one on the first device."""
+        if self.mesh is None:
+            return jax.device_put(tree, jax.devices()[0])
+        return jax.tree.map(lambda leaf: put(np.asarray(leaf), NamedSharding(self.mesh, P())), tree)
+
+    def measure(self) -> None:
+        """Runs all programs in turn, once to warm up and then `repeats` times.
+
+        Raises:
+          OptionError: in all processes, if a device's memory cannot hold the pair.
+        """
+        needed, free = self.needed_bytes(), hardware.free_memory()
+        if processes.where_false(needed + SPARE_BYTES <= free):
+            sizes = f"{needed / 1e9:.1f} GB, the device has {free / 1e9:.1f} GB free"
+            raise OptionError(f"--target {self.options.target}: weights, caches and logits need {sizes}")
+        models, caches, prompt = self.shapes()
+        with waiting(f"random weights of {self.options.target} and {self.options.drafter}"):
+            models, caches = jax.block_until_ready(model_shapes.random_arrays((models, caches), self.options.seed))
+        # All in the same place from the first run on: what moved would be compiled for again.
+        if self.mesh is None:
+            models, caches = self._everywhere((models, caches))
+        prompt = self._everywhere(prompt)
+        programs = {name: (program, self._everywhere(last)) for name, (program, last) in self.programs.items()}
+        turns = self.options.repeats + 1
+        with progress_bar(f"replay {self.options.target}", "run", total=turns * len(programs)) as bar:
+
+            def run(name: str) -> Any:
+                nonlocal caches  # each run takes them over from the one before
+                program, last = programs[name]
+                bar.set_postfix_str(name)
+                caches, self.logs[name] = program(models, caches, prompt, last)
+                bar.update()
+                return self.logs[name]
+
+            actions = {name: functools.partial(run, name) for name in programs}
+            self.seconds = medians(actions, self.options.repeats)
+
+    def report(self, speed: dict[str, float]) -> dict[str, Any]:
+        """Returns the target's record after `measure`.
+
+        Args:
+          speed: `hardware.bandwidth`.
+        """
+        target, drafter = map(model_shapes.device_reads, (self.models.target, self.models.drafter.model))
+        context, block = self.options.context, self.models.drafter.block
+        dtype, head_dim = jnp.dtype(self.options.dtype), self.models.target.config.head_dim
+        first = (context - 1) // block * block
+
+        def timed(name: str, nbytes: float) -> dict[str, float]:
+            seconds, floor = self.seconds[name] / self.steps[name], nbytes / speed["copy"]
+            return {"ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "over_floor": seconds / floor}
+
+        def plain(name: str, rows: int = 1) -> dict[str, float]:
+            return timed(name, target(context + (self.steps[name] - 1) / 2 + rows - 1))
+
+        vanilla, cases = plain("vanilla"), []
+        for name, case in self.cases.items():
+            times, tokens = timed(name, case.bytes_of_a_round(context, target, drafter)), case.tokens / self.steps[name]
+            figures = {
+                "dataset": case.statistics.dataset,
+                "statistics": dataclasses.asdict(case.statistics),
+                "tokens": case.tokens,
+                "drafted_per_round": CHUNK * float(case.draws.chunks.mean()),
+                "accepted_per_round": float(case.draws.accepted.mean()),
+                "speedup": tokens * vanilla["ms"] / times["ms"],
+                "speedup_at_floor": tokens * vanilla["floor_ms"] / times["floor_ms"],
+                "papers_speedup": acceptance_law.papers_speedup(case.statistics),
+            }
+            cases.append(figures | times)
+        return {
+            "target": self.options.target,
+            "kernel": self.models.target.execution.resolved(dtype, head_dim),
+            "bandwidth_bytes_per_s": speed,
+            "needed_bytes": self.needed_bytes(),
+            "vanilla": {"steps": self.steps["vanilla"], **vanilla, "tokens_per_s": 1e3 / vanilla["ms"]},
+            "verify": {str(rows): plain(name, rows) for name, rows in self.verify.items()},
+            "drafter_pass": {str(rows): timed(name, drafter(first + rows)) for name, rows in self.passes.items()},
+            "cases": cases,
+        }
+
+
+def replay_target(options: ReplayOptions) -> dict[str, Any]:
+    """Returns the measurements of the options' target.
+
+    Raises:
+      OptionError: there are too few devices, the target cannot be spread over them, or their memory cannot hold it.
     """
     single = options.tensor_parallel == 1 and processes.is_single_process()
-    mesh = None if single else make_mesh(options.tensor_parallel, config=lambda: CONFIGS[name])
-    try:
-        speed = hardware.bandwidth(2**28 if jax.default_backend() == "cpu" else 2**30)
-        pair = ReplayedPair(name, options, mesh)
-        pair.measure()
-        record = pair.report(speed)
-    except MisfitError as error:
-        record = {"target": name, "skipped": str(error)}
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) or not processes.is_single_process():
-            raise  # other processes would wait for this one
-        record = {"target": name, "skipped": f"out of memory: {str(error).splitlines()[0]}"}
-    # Widths are keys: as in a file that was read back.
-    return json.loads(json.dumps(record))
+    mesh = None if single else make_mesh(options.tensor_parallel, config=lambda: CONFIGS[options.target])
+    pair = ReplayedPair(options, mesh)
+    speed = hardware.bandwidth(2**28 if jax.default_backend() == "cpu" else 2**30)
+    pair.measure()
+    return pair.report(speed)
 
 
 def work(args: argparse.Namespace) -> int:
-    """Runs the benchmark. A target that does not fit is skipped, and reported as skipped.
+    """Runs the benchmark.
 
     Raises:
-      ValueError: an option out of its range.
+      ValueError: an option out of its range, or a pair that the device cannot hold.
     """
-    if args.limits:
-        print(acceptance_law.limits_table())
-        return 0
-    if args.passes is not None:
-        raise OptionError("--passes: is not needed any more; rows of both kinds are always shown; leave it out")
-    if args.out is not None:
-        args.out = processes.output_folder(args.out)
     if not any(name in os.environ for name in MEMORY_VARIABLES):  # read when JAX first meets the device
         os.environ[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
-    check_least(args, rounds=2, context=2, repeats=1, tensor_parallel=1)
-    datasets = tuple(dict.fromkeys(published_for("", name).dataset for name in args.dataset.split(",")))
-    values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(ReplayOptions)}
-    values |= {"datasets": datasets, "platform": args.platform or jax.default_backend()}
-    with contextlib.nullcontext() if args.out is None else sole_writer(args.out):
-        replay_targets(args, ReplayOptions(**values))
+    args.target = args.target or ("tiny" if jax.default_backend() == "cpu" else "qwen2.5-7b")
+    options, out = ReplayOptions.given(args), args.out and processes.output_folder(args.out)
+    with contextlib.nullcontext() if out is None else sole_writer(out):
+        summary = {"what": NOTICE, "machine": hardware.machine(), "settings": dataclasses.asdict(options)}
+        summary["targets"] = [replay_target(options)]
+        text = replay_tables(summary)
+        print(text)
+        if out is not None:
+            write_json(out / "replay.json", summary)
+            write_atomically(out / "replay.md", text + "\n")
     return 0
 
 
-def replay_targets(args: argparse.Namespace, options: ReplayOptions) -> None:
-    """Times the targets that `--out` has no record of; prints and writes all records."""
-    host = hardware.machine()
-    identity = {**dataclasses.asdict(options), **{key: host[key] for key in ("device", "processor", "jax")}}
-    journal = Journal(None if args.out is None else args.out / TARGETS_FILE, json.loads(json.dumps(identity)), host)
-    records = {record["target"]: record for record in journal.records if "skipped" not in record}
-    on_cpu = jax.default_backend() == "cpu"
-    names = [args.target] if args.target else [*REAL, *(["tiny"] if on_cpu else [])]
-    for name in names:
-        if name in records:
-            continue
-        if on_cpu and not args.target and name in REAL:
-            records[name] = {"target": name, "skipped": f"hours on a CPU; --target {name} runs it all the same"}
-            continue
-        records[name] = replay_target(name, options)
-        journal.append({"kind": "target", **records[name]})
-        gc.collect()
-    summary = {"what": NOTICE, "machine": host, "settings": dataclasses.asdict(options)}
-    summary |= {"law": inspect.cleandoc(acceptance_law.__doc__), "targets": [records[name] for name in names]}
-    text = replay_tables(summary)
-    print(text)
-    if args.out is not None:
-        write_json(args.out / "replay.json", summary)
-        write_atomically(args.out / "replay.md", text + "\n")
-
-
 def replay_tables(summary: dict[str, Any]) -> str:
-    """Formats the records as Markdown: times of the parts, and of the rounds."""
+    """Formats the record as Markdown: times of the parts, and of the rounds."""
     settings, host = summary["settings"], summary["machine"]
     header = (
         f"{host['device']}, JAX {host['jax']}, {host['date']}; drafter {settings['drafter']}, {settings['dtype']}, "
@@ -131,63 +463,26 @@ def replay_tables(summary: dict[str, Any]) -> str:
         f"{settings['rounds']} rounds, seed {settings['seed']}, attention kernel {settings['kernel'] or 'by default'}. "
         "The floor is what a device has to read (weights, live cache) at the measured bandwidth of a copy."
     )
-    parts, rounds, skipped = [], [], []
-    for record in summary["targets"]:
-        name = {"target": record["target"]}
-        if "skipped" in record:
-            skipped.append({**name, "replay": f"skipped: {record['skipped']}"})
-            continue
-        timed = {"vanilla step": record["vanilla"], "bookkeeping of a round": {"ms": record["bookkeeping_ms"]}}
-        timed |= {f"verify, {rows} rows": times for rows, times in record["verify"].items()}
-        timed |= {f"drafter pass, {rows} rows": times for rows, times in record["drafter_pass"].items()}
-        for label, times in timed.items():
-            figures = {"ms": f"{times['ms']:.3f}", "over floor": f"{times.get('over_floor', math.nan):.2f}"}
-            steps = f"{times['ms'] / record['vanilla']['ms']:.2f}"
-            parts.append({**name, "replay: parts": label, **figures, "vanilla steps": steps})
-        rounds += [{**name, **case_cells(case)} for case in record["cases"]]
-    tables = [markdown([*rows[0]], [[*row.values()] for row in rows]) for rows in (parts, rounds, skipped) if rows]
-    return "\n\n".join([f"**{NOTICE}**", header, *tables])
-
-
-def case_cells(case: dict[str, Any]) -> dict[str, str]:
-    """Formats a row of the table of rounds."""
-    statistics, parts = case["statistics"], case["parts_ms"]
-    source = "" if statistics["same_target"] else f" ({statistics['target']}'s)"
-    return {
-        "replay of": f"{case['dataset']}{source}, passes: {case['passes']}",
-        "accepted / drafted": f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}",
-        "drafter passes": f"{case['passes_per_round']:.2f}",
-        "round ms": f"{case['round_ms']:.3f}",
-        "over floor": f"{case['over_floor']:.2f}",
-        f"{' / '.join(parts)} ms": " / ".join(f"{ms:.3f}" for ms in parts.values()),
-        "speedup (replay)": f"{case['speedup']:.2f}",
-        "at the floor": f"{case['speedup_at_floor']:.2f}",
-        "paper's": f"{case['papers_speedup']:.2f}",
-    }
+    [record], parts, rounds = summary["targets"], [], []
+    timed = {"vanilla step": record["vanilla"]}
+    timed |= {f"verify, {rows} rows": times for rows, times in record["verify"].items()}
+    timed |= {f"drafter pass, {rows} rows": times for rows, times in record["drafter_pass"].items()}
+    for label, times in timed.items():
+        ratios = times["over_floor"], times["ms"] / record["vanilla"]["ms"]
+        parts.append([record["target"], label, f"{times['ms']:.3f}", *(f"{ratio:.2f}" for ratio in ratios)])
+    for case in record["cases"]:
+        source = "" if case["statistics"]["same_target"] else f" ({case['statistics']['target']}'s)"
+        lengths = f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}"
+        ratios = (case[name] for name in ("over_floor", "speedup", "speedup_at_floor", "papers_speedup"))
+        figures = f"{case['ms']:.3f}", *(f"{ratio:.2f}" for ratio in ratios)
+        rounds.append([record["target"], f"{case['dataset']}{source}", lengths, *figures])
+    head = ["target", "replay of", "accepted / drafted", "round ms", "over floor", "speedup (replay)", "at the floor"]
+    parts_table = markdown(["target", "replay: parts", "ms", "over floor", "vanilla steps"], parts)
+    return "\n\n".join([f"**{NOTICE}**", header, parts_table, markdown([*head, "paper's"], rounds)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--limits", action="store_true", help="print the limits of memory bandwidth, measure nothing")
-    parser.add_argument("--target", choices=TARGETS, help=f"default: {', '.join(REAL)}, each if the device holds it")
-    parser.add_argument("--drafter", choices=DRAFTERS, default="fast-dllm-v2-1.5b")
-    parser.add_argument(
-        "--dataset",
-        default=",".join(DATASETS).lower(),
-        help="datasets of the statistics, comma-separated (default: all); vanilla runs as many tokens as the first",
-    )
-    parser.add_argument("--passes", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", metavar="n", type=int, default=128)
-    parser.add_argument("--context", metavar="n", type=int, default=1024, help="committed tokens at the beginning")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="plan widths as there (default: as here)")
-    parser.add_argument(
-        "--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (default: 1)"
-    )
+    add_flags_of(parser, ReplayOptions)
     processes.add_flag(parser)
-    parser.add_argument("--kernel", choices=KERNELS, help="attention kernel (default: the platform's)")
-    parser.add_argument("--seed", metavar="n", type=int, default=0, help="seed of weights and draws")
-    parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")
-    parser.add_argument(
-        "--out", metavar="FOLDER", type=user_path, help="JSON and tables; an interrupted run continues from it"
-    )
+    parser.add_argument("--out", metavar="FOLDER", type=user_path, help="JSON and tables")

@@ -27,8 +27,6 @@ THETA = "rope_theta_drafter"
 BATCH = "batch"
 """Option of every method here: questions that are answered together, by the row and by its `vanilla`."""
 OURS = (CORPUS, DRAFTER, THETA, BATCH)
-RENAMED = {"fast-dllm+": "fast-dllm:spec_len=3:20"}
-"""Former names in `--methods`, and what to write instead."""
 REQUEST = [f.name for f in dataclasses.fields(GenerationConfig) if f.name not in ("method", "options")]
 
 
@@ -222,8 +220,7 @@ def parse_row(text: str, known: Mapping[str, Row], shown: str) -> Row:
     """Returns the row that `NAME` or `NAME:key=value,...` stands for; messages begin with `shown`."""
     name, _, rest = text.partition(":")
     if name not in known:
-        advice = f"write {RENAMED[name]}" if name in RENAMED else f"rows: {', '.join(known)}, or {ALL}"
-        raise ValueError(f"{shown}: there is no such row; {advice}")
+        raise ValueError(f"{shown}: there is no such row; rows: {', '.join(known)}, or {ALL}")
     row = known[name]
     return row.changed(parse_options(shown, rest.split(","), row.method)) if rest else row
 

@@ -18,7 +18,6 @@ from failfast_jax.bench import plots, scoring
 from failfast_jax.bench.answer_log import DIFFERENT, RECORDS, SCORE, AnswerLog
 from failfast_jax.bench.comparison import Comparison, RunPlan, planned_answers
 from failfast_jax.bench.engine_pool import find_wanted
-from failfast_jax.bench.ray_workers import RayComparison
 from failfast_jax.bench.rows import all_options
 from failfast_jax.bench.run_config import RunConfig, add_arguments
 from failfast_jax.bench.summary import write_summary
@@ -27,6 +26,7 @@ from failfast_jax.public_data.question_sets import Dataset, stamp
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import sole_writer, user_path
+from failfast_jax.util.hardware import machine
 from failfast_jax.util.progress import progress_bar
 
 __all__ = ["add_arguments", "work"]
@@ -68,17 +68,16 @@ def check(config: RunConfig) -> RunPlan:
 def compare(plan: RunPlan, out: Path) -> int:
     """Answers and sums up; 1: an output differs beyond a near-tie."""
     config = plan.config
-    comparison = Comparison(plan) if config.engine == "local" else RayComparison(plan)
-    facts = comparison.facts
-    log = AnswerLog(out / RECORDS, facts["identity"], facts["machine"])
+    comparison, host = Comparison(plan), machine()
+    log = AnswerLog(out / RECORDS, comparison.identity(host), host)
     comparison.run(log)
     answers = planned_answers(log, plan, comparison.rows)
     if config.scores:
         answers["right"] = scores(comparison, log, answers, plan.datasets)
     default = all_options(GenerationConfig()) | {"max_new_tokens": None}
     about = {
-        "machine": facts["machine"],
-        "models": facts["models"] | {name: getattr(config, name) for name in ("dtype", "tensor_parallel", "attention")},
+        "machine": host,
+        "models": comparison.engines.names() | comparison.engines.options,
         "options": {name: value for name, value in all_options(plan.common).items() if value != default[name]},
         "repeats": config.repeats,
         "left_out": comparison.left_out,
@@ -89,9 +88,7 @@ def compare(plan: RunPlan, out: Path) -> int:
     return int((answers.verdict == DIFFERENT).any())
 
 
-def scores(
-    comparison: Comparison | RayComparison, log: AnswerLog, answers: pd.DataFrame, datasets: Sequence[Dataset]
-) -> pd.Series:
+def scores(comparison: Comparison, log: AnswerLog, answers: pd.DataFrame, datasets: Sequence[Dataset]) -> pd.Series:
     """Returns which answers are right, of those that can be scored; each text of a question is scored once."""
     asked = {(d.name, q.id): (d.scoring, q.reference) for d in datasets if d.scoring for q in d.questions}
     answers = answers[[place in asked for place in zip(answers.dataset, answers.question)]]

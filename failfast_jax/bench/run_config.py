@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from failfast_jax.drafters import METHODS
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels.kernel_table import KERNELS
-from failfast_jax.options import CommandOptions, Option, add_flag, check_value, flag_of, option, require, type_of
+from failfast_jax.options import CommandOptions, add_flag, check_value, option, type_of
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset
 from failfast_jax.util import processes
@@ -39,100 +38,57 @@ PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets"
 MODELS = ("target", "drafter", "ar_drafter")
 ALIASES = {"methods": "rows", "dataset": "datasets", "set": "options"}
 """Keys of the file whose flags hold text: `--methods`, `--dataset`, `--set`."""
-REMOVED = {
-    "count_passes": "`bench paper DIR` counts both ways",
-    "best": "`bench paper DIR` picks the best point by the modelled speedup",
-    "modelled": "`bench paper DIR --modelled X` models speedups",
-}
-"""Options that were removed, and what to use instead."""
+GROUPS = {"dataset": "questions and methods", "target": "models", "out": "result"}
+"""Headings of the help page, by their first flag."""
+METAVARS = {"dataset": "D", "data": "[D=]FILE", "methods": "a,b", "sweep": "NAME:key=VALUES", "set": "key=value"}
+METAVARS |= {"target": "P", "drafter": "P", "ar_drafter": "P", "out": "DIR"}
 Entry = TypeVar("Entry", bound=CommandOptions)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunSetting(Option):
-    """Declaration of an option of `bench run`.
-
-    Attributes:
-      group: its heading on the help page; empty: a key of the file, without a flag.
-      flag: further arguments of `add_argument`.
-    """
-
-    group: str = ""
-    flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def _setting(default: Any, help: str, *, metavar: str | None = None, **about: Any) -> Any:
-    if metavar is not None:
-        about["flag"] = {"metavar": metavar, **about.get("flag", {})}
-    return dataclasses.field(default=default, metadata={"option": RunSetting(help, **about)})
-
-
-_asked = functools.partial(_setting, group="questions and methods")
-_model = functools.partial(_setting, group="models")
-_result = functools.partial(_setting, group="result")
-_SEVERAL: dict[str, Any] = {"action": "append"}
-_WORDS: dict[str, Any] = {"action": "extend", "nargs": "+"}
-_YES_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(CommandOptions):
-    """Options of a run: a field with a group has a flag; flags win over the file.
+    """Options of a run, which a file and flags give; flags win. A field without a help text has no flag.
 
     Raises:
       OptionError: a value of another type or out of its range.
     """
 
-    dataset: tuple = _asked((), f"{', '.join(SOURCES)}, or a file of prompts", metavar="D", flag=_SEVERAL)
-    datasets: tuple = _setting((), "of the file: names, or mappings")
-    data: tuple = _asked(
-        (),
-        "JSONL, JSON or Parquet with the rows of dataset D, instead of its package or the Hub",
-        metavar="[D=]FILE",
-        flag=_SEVERAL,
-    )
-    choices: str | None = _asked(
+    dataset: tuple = option((), f"{', '.join(SOURCES)}, or a file of prompts")
+    datasets: tuple = option((), "")
+    """Of the file: names, or mappings."""
+    data: tuple = option((), "JSONL, JSON or Parquet with the rows of dataset D, instead of its package or the Hub")
+    choices: str | None = option(
         None, "order of GPQA's answers: its own for each question, or A correct", choices=CHOICES
     )
-    limit: int | None = _asked(None, "first n rows of each dataset", least=1)
-    methods: str | None = _asked(
+    limit: int | None = option(None, "first n rows of each dataset", least=1)
+    methods: str | None = option(
         None,
         f"rows: a method or a row of the file, with options: NAME:key=value,..., and values to compare: "
         f"NAME:key=v1|v2 or NAME:key=FIRST:LAST; methods: {', '.join(METHODS)}, or {ALL}",
-        metavar="a,b",
     )
-    rows: tuple = _setting((), "`methods` of the file: text, or mappings")
-    sweep: tuple = _asked(
-        (),
-        "one more row, with values to compare: NAME:key=v1|v2 (best point per dataset)",
-        metavar="NAME:key=VALUES",
-        flag=_SEVERAL,
-    )
-    max_new_tokens: int = _asked(256, "maximum length of an answer in tokens", least=1)
-    set: tuple = _asked(
-        (),
-        f"for all methods, or with ROW:key=value for a row: {', '.join(option_names())}",
-        metavar="key=value",
-        flag=_WORDS,
-    )
-    options: Mapping | None = _setting(None, "of the file: options for all methods")
-    repeats: int = _asked(1, "runs per question and row", least=1)
+    rows: tuple = option((), "")
+    """`methods` of the file: text, or mappings."""
+    sweep: tuple = option((), "one more row, with values to compare: NAME:key=v1|v2 (best point per dataset)")
+    max_new_tokens: int = option(256, "maximum length of an answer in tokens", least=1)
+    set: tuple = option((), f"for all methods, or with ROW:key=value for a row: {', '.join(option_names())}")
+    options: Mapping | None = option(None, "")
+    """Of the file: options for all methods."""
+    repeats: int = option(1, "runs per question and row", least=1)
 
-    target: str | None = _model(None, "none: the default pair's, whatever the file says", metavar="P")
-    drafter: str | None = _model(None, "block-diffusion drafter, or one that reads the target's features", metavar="P")
-    ar_drafter: str | None = _model(None, "autoregressive drafter", metavar="P")
-    dtype: str | None = _model(None, "weight dtype", choices=tuple(DTYPES))
-    tensor_parallel: int = _model(1, "devices that share each layer", least=1)
-    attention: str | None = _model(None, "kernel of cached attention", choices=KERNELS)
-    engine: str = _model("local", "ray: questions are shared out among actors", choices=("local", "ray"))
-    actors: int = _model(2, "engines of --engine ray", least=1)
-    weights: Mapping | None = _setting(None, "of the file: where models come from, by name")
+    target: str | None = option(None, "none: the default pair's, whatever the file says")
+    drafter: str | None = option(None, "block-diffusion drafter, or one that reads the target's features")
+    ar_drafter: str | None = option(None, "autoregressive drafter")
+    dtype: str | None = option(None, "weight dtype", choices=tuple(DTYPES))
+    tensor_parallel: int = option(1, "devices that share each layer", least=1)
+    attention: str | None = option(None, "kernel of cached attention", choices=KERNELS)
+    weights: Mapping | None = option(None, "")
+    """Of the file: where models come from, by name."""
 
-    out: str = _result("failfast-bench", "an interrupted run continues there", metavar="DIR")
-    near_tie: float = _result(1e-3, "treat a differing token as equal if the top-2 logit gap is below x")
-    exact: bool = _result(False, "bit-identical outputs: nothing is excused")
-    scores: bool = _result(True, "is each answer right?", flag=_YES_NO)
-    figures: bool = _result(True, "PNG and SVG", flag=_YES_NO)
+    out: str = option("failfast-bench", "an interrupted run continues there")
+    near_tie: float = option(1e-3, "treat a differing token as equal if the top-2 logit gap is below x")
+    exact: bool = option(False, "bit-identical outputs: nothing is excused")
+    scores: bool = option(True, "is each answer right?")
+    figures: bool = option(True, "PNG and SVG")
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> RunConfig:
@@ -141,8 +97,6 @@ class RunConfig(CommandOptions):
         Raises:
           ValueError: a file that cannot be read, or a value that is refused.
         """
-        for name, instead in REMOVED.items():
-            require(getattr(args, name, None) is None, flag_of(name), f"no longer an option: {instead}")
         path = PRESETS.get(args.preset, args.config)
         flags = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(cls)}
         flags = {name: _frozen(value) for name, value in flags.items() if value is not None}
@@ -203,15 +157,14 @@ class RunConfig(CommandOptions):
             entries = [by_name.get(name, DatasetEntry(name=name)) for name in names]
         if not entries:
             raise ValueError(f"--dataset: name one of {', '.join(SOURCES)}, or a file of prompts")
-        files = question_sets.files_of(self.data)
-        if None in files and len(entries) > 1:
-            raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
+        files = question_sets.files_of(self.data, [entry.name for entry in entries])
+        if self.choices and not any(entry.name == "gpqa" for entry in entries):
+            raise ValueError(f"--choices {self.choices}: --dataset does not name gpqa")
         datasets: dict[str, Dataset] = {}
         unreachable: list[question_sets.UnreachableError] = []
         for entry in entries:
-            file = files.pop(entry.name, None) or files.pop(None, None)
             try:
-                dataset = entry.load(file, self.limit, self.choices)
+                dataset = entry.load(files.get(entry.name), self.limit, self.choices)
             except question_sets.UnreachableError as error:
                 unreachable.append(error)
                 continue
@@ -220,10 +173,6 @@ class RunConfig(CommandOptions):
             datasets[dataset.name] = dataset
         if unreachable:
             raise ValueError("\n".join(map(str, unreachable))) from unreachable[0]
-        if self.choices and "gpqa" not in datasets:
-            raise ValueError(f"--choices {self.choices}: --dataset does not name gpqa")
-        if files:
-            raise ValueError(f"--data {next(iter(files))}={next(iter(files.values()))}: --dataset does not name it")
         return list(datasets.values())
 
 
@@ -294,7 +243,6 @@ def read_config(path: Path) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = ALIASES.get(name, name)
-        require(name not in REMOVED, f"{path}: {key}", f"no longer an option: {REMOVED.get(name)}")
         if name not in fields:
             keys = [other for other in fields if other not in ALIASES.values()]
             raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join(keys)}, datasets, options)")
@@ -314,17 +262,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = parser.add_mutually_exclusive_group()
     whole.add_argument("--config", metavar="FILE", type=user_path, help="YAML with the long names below as keys")
     whole.add_argument("--preset", choices=PRESETS, help="a built-in --config file")
-    groups: dict[str, Any] = {}
+    group = parser
     for field in dataclasses.fields(RunConfig):
-        about: RunSetting = field.metadata["option"]
-        if not about.group:
-            continue
-        if about.group not in groups:
-            note = "without any of them, the default pair" if about.group == "models" else None
-            groups[about.group] = parser.add_argument_group(about.group, note)
-        text = about.help if type_of(field) == "tuple" else None
-        add_flag(groups[about.group], field, text, **about.flag)
-    for name in REMOVED:
-        parser.add_argument(flag_of(name), help=argparse.SUPPRESS)
-    processes.add_flag(groups["models"])
-    groups["result"].add_argument("--redraw", action="store_true", help="only draw the figures of --out again")
+        if field.name in GROUPS:
+            note = "without any of them, the default pair" if field.name == "target" else None
+            group = parser.add_argument_group(GROUPS[field.name], note)
+            if field.name == "target":
+                processes.add_flag(group)
+        more: dict[str, Any] = {"metavar": METAVARS[field.name]} if field.name in METAVARS else {}
+        if type_of(field) == "tuple":
+            more |= {"action": "extend", "nargs": "+"}
+        elif field.default is True:
+            more["action"] = argparse.BooleanOptionalAction
+        if help_text := field.metadata["option"].help:
+            add_flag(group, field, help_text if type_of(field) == "tuple" else None, **more)
+    group.add_argument("--redraw", action="store_true", help="only draw the figures of --out again")

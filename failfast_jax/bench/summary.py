@@ -1,4 +1,4 @@
-"""The summary of a run: tables of speed, acceptance and confidence, as Markdown, JSON and CSV."""
+"""The summary of a run: tables of speed and acceptance, as Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ from typing import Any
 
 import pandas as pd
 
-from failfast_jax.bench.answer_log import VERDICTS, rounds_of
+from failfast_jax.bench.answer_log import VERDICTS
 from failfast_jax.bench.rows import BASELINE, Row
-from failfast_jax.policy.expected_tokens import calibration_error
 from failfast_jax.public_data.question_sets import Dataset
 from failfast_jax.util.files import write_atomically
 
-BINS = 10
 COUNTS = ["tokens", "decode_s", "vanilla_s", "rounds", "drafted", "accepted", "verified", "drafter_passes"]
 SPREAD = {"min": 0.0, "low": 0.25, "median": 0.5, "high": 0.75, "max": 1.0}
 NOTES = (
     "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups thrown "
     "away, prefill left out. Accepted and speculated tokens are means over all rounds, drafter passes are counted as "
     "they are made; `bench paper` counts as the authors' released code does, and models their speedups."
-)
-CALIBRATION = (
-    "What confidence is worth: rounds by the confidence of their draft's first token, with its mean, how often the "
-    "first token was accepted, and how many tokens were."
 )
 ROLES = {"target": "Target", "drafter": "drafter", "ar_drafter": "autoregressive drafter"}
 
@@ -68,49 +62,6 @@ def totals(answers: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def in_bins(confidence: pd.Series, **values: pd.Series) -> pd.DataFrame:
-    """Returns count, mean confidence and mean of each of `values` in equal bins of confidence; NaN in empty ones."""
-    groups = pd.DataFrame({"confidence": confidence, **values}, dtype=float).groupby(
-        (confidence * BINS).astype(int).clip(0, BINS - 1)
-    )
-    bins = pd.DataFrame({"low": [n / BINS for n in range(BINS)], "high": [(n + 1) / BINS for n in range(BINS)]})
-    bins["count"] = groups.size().reindex(range(BINS), fill_value=0)
-    return bins.join(groups.mean())
-
-
-def calibration(rounds: pd.DataFrame) -> dict[str, Any]:
-    """Compares a row's confidence with acceptance: all that the target agreed with, beyond an answer's end, too.
-
-    Args:
-      rounds: see `rounds_of`; of one row.
-
-    Returns:
-      `rounds`: drafting rounds by the confidence of their first token: its acceptance and the accepted length.
-      `tokens`: drafted tokens up to and including the first rejected one, by confidence: their acceptance.
-      `positions`: for 1, 2, ... how many drafts have that many tokens, and the share of them accepted that far.
-      `ece`: expected calibration error over those tokens; None without drafts.
-    """
-    tokens = rounds.explode("confidence").astype({"confidence": float})
-    tokens["position"] = tokens.groupby(level=0).cumcount() + 1
-    tokens["right"] = tokens.position <= tokens.accepted
-    judged = tokens[tokens.position <= tokens.accepted + 1]
-    positions = tokens.groupby("position").right.agg(drafts="size", accepted="mean").reset_index()
-    first = rounds.confidence.str[0].astype(float)
-    return {
-        "rounds": in_bins(first, first_accepted=rounds.accepted > 0, accepted=rounds.accepted),
-        "tokens": in_bins(judged.confidence, accepted=judged.right),
-        "positions": positions,
-        "ece": calibration_error(judged.confidence.tolist(), judged.right.tolist()),
-    }
-
-
-def calibrations(answers: pd.DataFrame, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Returns `calibration` of each row that drafted anything, by its name in tables; `names` are by label."""
-    rounds = rounds_of(answers)
-    by_row = {name: rounds[rounds.setting == label] for label, name in names.items()}
-    return {name: calibration(drafts) for name, drafts in by_row.items() if len(drafts)}
-
-
 def row_names(table: pd.DataFrame, rows: Sequence[Row]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """Returns labels that get a line in the tables, with its name, and of each sweep the points and the best one."""
     names, sweeps = {BASELINE: BASELINE} | {row.label: row.label for row in rows if not row.sweep}, {}
@@ -142,7 +93,6 @@ CELLS = {
 OF_BASELINE = ("tokens/s", "speedup", "rounds", "score")
 """Columns that `vanilla` has, too: its rounds draft nothing, and it is compared with itself."""
 OF_SWEEPS = ("speedup", *list(CELLS)[2:5], "passes/round")
-BIN = "{count}: mean {confidence:.2f}, first token {first_accepted:.0%}, accepted {accepted:.2f}"
 
 
 def nested(table: pd.DataFrame, missing: Any = None) -> dict[Any, dict[str, Any]]:
@@ -171,30 +121,6 @@ def to_markdown(table: pd.DataFrame, corner: str) -> str:
     return table.rename_axis(corner).to_markdown(disable_numparse=True)
 
 
-def sweep_table(table: pd.DataFrame, points: Sequence[str], best: str) -> str:
-    """Returns the points of a sweep as Markdown, the best one in bold, and which of them only noise tells apart."""
-    table = table.loc[list(points)]
-    page = to_markdown(cells(table, OF_SWEEPS).rename(index={best: f"**{best}**"}), "row")
-    counts = ["rounds_per_answer", "accepted_per_round", "drafted_per_round", "passes_per_round"]
-    alike = [labels for labels in table.groupby(counts, sort=False).groups.values() if len(labels) > 1]
-    groups = "; ".join(", ".join(f"`{label}`" for label in labels) for labels in alike)
-    return page + (f"\n\nThe same rounds, so that only noise tells them apart: {groups}." if alike else "")
-
-
-def confidence_tables(by_row: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns `calibrations` as Markdown: rounds by confidence, a column per row, and acceptance by position."""
-    bins, positions = {}, {}
-    for name, tables in by_row.items():
-        bins[name] = [BIN.format(**line) if line["count"] else "-" for line in tables["rounds"].to_dict("records")]
-        bins[name].append(f"{tables['ece']:.3f} over {tables['tokens']['count'].sum()} tokens")
-        positions[name] = tables["positions"].set_index("position").accepted
-    index = [f"{n / BINS:.1f}-{(n + 1) / BINS:.1f}" for n in range(BINS)]
-    table = pd.DataFrame(bins, index=[*index, "calibration error of all judged tokens"])
-    reached = pd.DataFrame(positions).T.filter([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
-    reached = reached.map("{:.0%}".format).replace("nan%", "-")
-    return [to_markdown(table, "first token's confidence: rounds"), to_markdown(reached, "accepted up to position")]
-
-
 # -- the summary -----------------------------------------------------------------------------------------------------
 
 
@@ -204,25 +130,19 @@ def of_dataset(
     """Returns the summary of a dataset: JSON-ready, the table of all rows, and a page of Markdown.
 
     Of the mapping: `settings` are `totals`, `rows` labels with a line in the tables and its name, `sweeps` the points
-    of each and the best one, `calibration` that of rows that drafted anything.
+    of each and the best one.
     """
     answers = answers[answers.dataset == dataset.name]
     table = totals(answers).loc[[BASELINE, *(row.label for row in rows)]]
     names, sweeps = row_names(table, rows)
-    by_row = calibrations(answers, names)
     parts = [f"## {dataset.name}: {len(dataset.questions)} questions"]
     parts.append(to_markdown(cells(table.loc[list(names)]).rename(index=names), "method"))
     for sweep, points in sweeps.items():
-        parts += [f"Sweep `{sweep}`; in bold the fastest:", sweep_table(table, **points)]
-    parts += [CALIBRATION, *confidence_tables(by_row)] if by_row else []
-    labels = {name: label for label, name in names.items()}
-    bins = {
-        labels[name]: {kind: v if kind == "ece" else list(nested(v).values()) for kind, v in tables.items()}
-        for name, tables in by_row.items()
-    }
-    about = {"questions": len(dataset.questions), "stamp": dataset.stamp, "rows": names, "sweeps": sweeps}
+        page = cells(table.loc[points["points"]], OF_SWEEPS).rename(index={points["best"]: f"**{points['best']}**"})
+        parts += [f"Sweep `{sweep}`; in bold the fastest:", to_markdown(page, "row")]
+    about = {"questions": len(dataset.questions), "rows": names, "sweeps": sweeps}
     table.insert(0, "row", [names.get(label, "") for label in table.index])
-    return {**about, "settings": nested(table.drop(columns="row")), "calibration": bins}, table, "\n\n".join(parts)
+    return {**about, "settings": nested(table.drop(columns="row"))}, table, "\n\n".join(parts)
 
 
 def write_summary(

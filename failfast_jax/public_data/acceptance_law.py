@@ -24,9 +24,6 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from failfast_jax.public_data.model_shapes import CONFIGS, pass_bytes, weight_bytes
-from failfast_jax.util.tables import markdown
-
 CHUNK = 10
 """Tokens that an expansion adds (N): the paper's setting."""
 EXTENDED = 0.20
@@ -125,15 +122,8 @@ class Law:
         return float(accepted @ np.maximum(np.arange(len(accepted)) - beyond, 0))
 
 
-def solve(function: Callable[[float], float], value: float, name: str) -> float:
-    """Returns the point of [0, 1] where an increasing function has a value.
-
-    Raises:
-      ValueError: there is none.
-    """
-    low, high = function(0.0), function(1.0)
-    if not low <= value <= high:
-        raise ValueError(f"no law fits {name} = {value}: it lies in [{low:.3g}, {high:.3g}]")
+def solve(function: Callable[[float], float], value: float) -> float:
+    """Returns the point of [0, 1] where an increasing function has a value; raises ValueError if there is none."""
     return brentq(lambda x: function(x) - value, 0.0, 1.0)
 
 
@@ -142,10 +132,10 @@ def _shared() -> tuple[float, float]:
     """`grows` and `agrees_long`, from what the paper says about Qwen2.5-32B on MATH."""
     math = published_for("qwen2.5-32b", "MATH")
     law = functools.partial(Law, math.max_speculated // CHUNK, EXTENDED)
-    grows = solve(lambda g: law(g, 0.0, 0.0).drafted(), math.mean_speculated, "the draft length")
+    grows = solve(lambda g: law(g, 0.0, 0.0).drafted(), math.mean_speculated)
     # Without extension a round emits 16 % less: the tokens after the first chunk are lost.
     lost = ROUNDS_SAVED * (math.mean_accepted + 1)
-    return grows, solve(lambda p: law(grows, 0.0, p).accepted(CHUNK), lost, "the tokens accepted after the first chunk")
+    return grows, solve(lambda p: law(grows, 0.0, p).accepted(CHUNK), lost)
 
 
 def fit(statistics: Statistics) -> Law:
@@ -156,9 +146,8 @@ def fit(statistics: Statistics) -> Law:
     """
     grows, long = _shared()
     law = functools.partial(Law, statistics.max_speculated // CHUNK)
-    drafted, accepted = statistics.mean_speculated, statistics.mean_accepted
-    extended = solve(lambda e: law(e, grows, 0.0, long).drafted(), drafted, "the mean draft length")
-    short = solve(lambda p: law(extended, grows, p, long).accepted(), accepted, "the mean accepted length")
+    extended = solve(lambda e: law(e, grows, 0.0, long).drafted(), statistics.mean_speculated)
+    short = solve(lambda p: law(extended, grows, p, long).accepted(), statistics.mean_accepted)
     return law(extended, grows, short, long)
 
 
@@ -185,28 +174,6 @@ def draw(law: Law, rounds: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return (cells // columns + 1).astype(np.int32), (cells % columns).astype(np.int32)
 
 
-# -- limits of the memory's bandwidth ----------------------------------------------------------------------------
-
-# At batch 1 a forward pass of a large model lasts as long as its weights and the live cache take to arrive from memory,
-# however many rows it has. The models' sizes and the paper's statistics give the greatest possible speedup.
-
-PASSES = 1.7
-"""Drafter passes per round for which the project's limits are stated; the paper's code spends 3.1 to 3.6."""
-CONTEXT = 1024
-
-
-def speedup_limit(accepted: float, passes: float, target: float, drafter: float) -> float:
-    """Returns the greatest speedup over plain decoding.
-
-    Args:
-      accepted: mean accepted tokens per round; a round emits one more.
-      passes: mean drafter passes per round, beside one pass of the target.
-      target: cost of a pass of the target, in bytes or any other unit.
-      drafter: cost of a pass of the drafter, in the same unit.
-    """
-    return (accepted + 1) * target / (target + passes * drafter)
-
-
 def ladder_speedup(law: Law, verify: Mapping[int, float], step: float, drafter: float, batch: int = 1) -> float:
     """Returns the speedup over plain decoding if a round is charged the narrowest verify that holds its longest draft.
 
@@ -226,28 +193,5 @@ def ladder_speedup(law: Law, verify: Mapping[int, float], step: float, drafter: 
 
 def papers_speedup(statistics: Statistics) -> float:
     """Returns the paper's speedup: its statistics and its authors' latency constants; it is modelled, too."""
-    return speedup_limit(
-        statistics.mean_accepted, statistics.drafter_passes, statistics.target_step_ms, statistics.drafter_pass_ms
-    )
-
-
-def limits_table() -> str:
-    """Formats the predictions as Markdown."""
-    head = ["target", "dataset", "accepted / drafted", "paper's speedup", f"limit, {PASSES} passes"]
-    head += ["limit, paper's passes", f"limit, one pass a chunk, context {CONTEXT}"]
-    rows, drafter = [], CONFIGS["fast-dllm-v2-1.5b"]
-    for name in ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b"):
-        weights = weight_bytes(CONFIGS[name]), weight_bytes(drafter)
-        read = pass_bytes(CONFIGS[name], CONTEXT), pass_bytes(drafter, CONTEXT)
-        for dataset in DATASETS:
-            published = published_for(name, dataset)
-            accepted, passes = published.mean_accepted, published.drafter_passes
-            # `wide` spends one pass per chunk: commits ride along.
-            chunks = published.mean_speculated / CHUNK
-            source = "" if published.same_target else " (14B's)"
-            row = [name, dataset + source, f"{accepted} / {published.mean_speculated}"]
-            row += [f"{papers_speedup(published):.2f}", f"{speedup_limit(accepted, PASSES, *weights):.2f}"]
-            row += [f"{speedup_limit(accepted, passes, *weights):.2f} ({passes})"]
-            row += [f"{speedup_limit(accepted, chunks, *read):.2f} ({chunks:.2f})"]
-            rows.append(row)
-    return markdown(head, rows)
+    target, drafter = statistics.target_step_ms, statistics.drafter_pass_ms
+    return (statistics.mean_accepted + 1) * target / (target + statistics.drafter_passes * drafter)

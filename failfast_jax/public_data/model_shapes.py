@@ -21,7 +21,7 @@ from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
 from failfast_jax.models.sharding import Execution, name_of, parameter_specs
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.util import hardware, processes
+from failfast_jax.util import hardware
 
 
 def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **changes) -> ModelConfig:
@@ -77,28 +77,14 @@ READERS: dict[str, tuple[str, DSparkConfig | EagleConfig]] = {
 DFlash and of an EAGLE-3."""
 
 
-def minimal_model(config: ModelConfig, vocab: int = 512) -> ModelConfig:
-    """Returns the configuration cut to one layer and 16 channels: a round around such a pair is bookkeeping."""
-    vocab = min(vocab, config.vocab_size)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
-    mask = vocab - 1 if config.is_diffusion else None
-    rest = {"head_dim": 16, "vocab_size": vocab, "mask_token_id": mask, "tie_embeddings": True, "eos_token_ids": ()}
-    return dataclasses.replace(config, **sizes, **rest)
-
-
 TARGETS = tuple(name for name, config in CONFIGS.items() if not config.is_diffusion)
 DRAFTERS = tuple(name for name, config in CONFIGS.items() if config.is_diffusion)
 
 
 @functools.cache
-def parameters(config: ModelConfig) -> int:
-    """Returns the number of weights of a `Decoder`."""
-    return nbytes(abstract_model(config, "bfloat16")) // 2
-
-
-def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
-    """Returns the bytes of all weights; `itemsize` 2 is bfloat16."""
-    return parameters(config) * itemsize
+def weight_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of all weights in bfloat16."""
+    return nbytes(abstract_model(config, "bfloat16"))
 
 
 def cache_bytes(config: ModelConfig, positions: float, itemsize: int = 2) -> float:
@@ -106,23 +92,7 @@ def cache_bytes(config: ModelConfig, positions: float, itemsize: int = 2) -> flo
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * itemsize
 
 
-def pass_bytes(config: ModelConfig, live: float, itemsize: int = 2) -> float:
-    """Returns the bytes that a pass over `live` positions has to read: every weight once, and the live cache.
-
-    An embedding that is not also the head does not count: a pass reads only the rows of its tokens.
-    """
-    unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * itemsize
-    return weight_bytes(config, itemsize) - unread + cache_bytes(config, live, itemsize)
-
-
 # -- shapes and random weights ----------------------------------------------------------------------------------
-
-SPARE_BYTES = 2**28
-"""Left free for programs and the runtime."""
-
-
-class MisfitError(Exception):
-    """The device's memory cannot hold a model; the message has the bytes that it needs."""
 
 
 def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
@@ -148,7 +118,8 @@ def weights_read(model: Decoder) -> int:
 
 
 def device_reads(model: Decoder) -> Callable[[float], float]:
-    """Returns `pass_bytes` of one device of a decoder of shapes, as a function of the live positions."""
+    """Returns the bytes that a pass has to read on one device of a decoder of shapes, by the live positions: every
+    weight once, and the live cache."""
     execution, itemsize = model.execution, model.embed.get_value().dtype.itemsize
     parts = execution.parts(execution.heads)
     weights = weights_read(model)
@@ -208,11 +179,3 @@ def random_arrays(tree: Any, seed: int) -> Any:
 def nbytes(tree: Any) -> int:
     """Returns the bytes of a pytree of arrays or shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def check_memory(needed: int, name: str) -> None:
-    """Raises MisfitError, in all processes, if a device cannot hold `needed` bytes more."""
-    free = hardware.free_memory()
-    if lacking := processes.where_false(needed + SPARE_BYTES <= free):
-        where = "the device" if processes.is_single_process() else f"one of process {lacking[0]} has less; one here"
-        raise MisfitError(f"{name} need {needed / 1e9:.1f} GB, {where} has {free / 1e9:.1f} GB free")

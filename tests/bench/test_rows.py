@@ -83,23 +83,17 @@ def test_sizes(target, value):
     ("methods", "message"),
     [
         ("quick", "--methods quick: there is no such row; rows: auto"),
-        ("", "--methods : there is no such row"),
         ("vanilla", "--methods: vanilla is what others are compared with"),
-        ("fast-dllm+", "--methods fast-dllm+: there is no such row; write fast-dllm:spec_len=3:20"),
         ("failfast:tau", "--methods failfast:tau: tau must be key=value"),
         ("failfast:speed=1", "--methods failfast:speed=1: there is no option 'speed' of failfast"),
-        ("lookup:tau=1", "--methods lookup:tau=1: there is no option 'tau' of lookup"),
         ("failfast:tau=x", "failfast:tau=x: --tau 'x': must be a number"),
-        ("failfast:tau=0.5|x", "failfast:tau=x: --tau 'x': must be a number"),
         ("failfast:tau=2", "failfast:tau=2: --tau 2: must be in [0, 1]"),
         ("failfast:spec_len=1.5", "--spec-len 1.5: must be an integer"),
-        ("failfast:exact=maybe", "--exact 'maybe': must be true or false"),
         ("ar:spec_len=5:3", "--methods ar:spec_len=5:3: 5:3: a range must be FIRST:LAST"),
         ("ar:spec_len=1:900,tau=0|1", "ar: a sweep has at most 1000 points"),
         ("lookup:corpus=9", "--methods lookup:corpus=9: there is no option 'corpus' of lookup"),
         ("suffix:corpus=0", "suffix:corpus=0: a corpus needs a capacity of 1 to 16777215 tokens"),
         ({"method": "ar", "sweep": {"spec_len": 200}}, "sweep: spec_len: must be a list, or a range in quotes"),
-        ({"method": "ar", "sweep": [3]}, "methods: --sweep [3]: must be a mapping"),
         ({"method": "ar", "options": {"speed": 1}}, "there is no option 'speed' of ar"),
         ({"method": "quick"}, "methods: --method quick: must be"),
         (
@@ -117,17 +111,16 @@ def test_bad_methods(methods, message):
 @pytest.mark.parametrize(
     ("sweep", "set", "message"),
     [
-        ("3:20", "tau=1", "--sweep 3:20: there is no such row"),
-        ("slow:tau=1|2", "tau=1", "--sweep slow:tau=1|2: there is no such row"),
-        ("failfast:speed=1|2", "tau=1", "--sweep failfast:speed=1|2: there is no option 'speed'"),
-        ("failfast:tau=0|1", "wide:tau=1", "--set wide:tau=1: there is no such row; rows: failfast"),
-        ("failfast:tau=0|1", "failfast:speed=1", "--set failfast:speed=1: there is no option 'speed' of failfast"),
-        ("failfast:tau=0|1", "speed=1", "--set: there is no option 'speed'; options: temperature, "),
+        ("slow:tau=1|2", (), "--sweep slow:tau=1|2: there is no such row"),
+        ("failfast:speed=1|2", (), "--sweep failfast:speed=1|2: there is no option 'speed'"),
+        ("failfast:tau=0|1", ("wide:tau=1",), "--set wide:tau=1: there is no such row; rows: failfast"),
+        ("failfast:tau=0|1", ("failfast:speed=1",), "--set failfast:speed=1: there is no option 'speed' of failfast"),
+        ("failfast:tau=0|1", ("speed=1",), "--set: there is no option 'speed'; options: temperature, "),
     ],
 )
 def test_bad_sweeps_and_settings(sweep, set, message):
     with pytest.raises(ValueError) as error:
-        rows("failfast", (sweep,), set=(set,))
+        rows("failfast", (sweep,), set=set)
     assert message in str(error.value)
 
 

@@ -6,15 +6,14 @@ import sys
 
 import pytest
 from checkpoint_files import GOLDEN
-from stub_engine import StubEngine, StubEnginePool
+from stub_engine import StubEngine, StubEnginePool, use_stub
 
 from failfast_jax.bench import comparison, engine_pool, plots, run_command
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE, AnswerLog
 from failfast_jax.bench.comparison import Comparison, RunPlan
 from failfast_jax.bench.rows import BASELINE, Row
-from failfast_jax.bench.run_config import PRESETS, REMOVED, RunConfig, add_arguments
-from failfast_jax.checkpoints import hub
+from failfast_jax.bench.run_config import PRESETS, RunConfig, add_arguments
 from failfast_jax.drafters import METHODS
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question, humaneval_problems
@@ -25,16 +24,7 @@ PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 
 @pytest.fixture
 def stub(monkeypatch):
-    engine = StubEngine()
-    monkeypatch.setattr(
-        comparison, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources)))
-    )
-    monkeypatch.setattr(engine_pool, "own_method", lambda _: ("autoregressive", "ar"))
-    monkeypatch.setattr(hub, "resolve_source", lambda source: source)
-    return engine
-
-
-NAMES = ("target", "drafter", "ar_drafter")
+    return use_stub(monkeypatch)
 
 
 @pytest.fixture
@@ -124,9 +114,6 @@ def test_sweeps_report_the_best(bench, out, capsys, monkeypatch):
     assert {file.name for file in (out / "figures").iterdir()} == {
         f"{n}.{kind}" for n in shown for kind in ("png", "svg")
     }
-    # Of `tau` the stub makes nothing.
-    notes = [line for line in text.splitlines() if line.startswith("The same rounds")]
-    assert notes == ["The same rounds, so that only noise tells them apart: `failfast:tau=0.3`, `failfast:tau=0.5`."]
 
 
 def test_batches_have_vanilla_beside_them(stub, bench, out, capsys):
@@ -171,8 +158,6 @@ def test_all_leaves_out_what_cannot_run(stub, bench, tmp_path, capsys):
     # Answers of the default pair are not taken for another model's.
     assert bench("lookup", "--target", "t") == 2
     assert "other settings (target name: 'SmolLM2-135M-Instruct.Q4_1.gguf' there, 't' here)" in capsys.readouterr().err
-    assert bench("failfast", "--target", "t", to=tmp_path / "other") == 2
-    assert "failfast: needs --drafter, a model of kind block-diffusion or feature-block or" in capsys.readouterr().err
 
 
 def test_differences(stub, bench, out, tmp_path, capsys):
@@ -258,56 +243,34 @@ def test_a_config_file(stub, bench, out, tmp_path):
     assert rows[0].startswith("dataset,setting,row,answers,tokens,") and len(rows) == 1 + len(labels)
 
 
+ASKED = ["--dataset", "humaneval", "--methods", "failfast"]
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "args", "message"),
     [
-        ("speed: 9", "unknown key 'speed'"),
-        ("- lookup", "must be a mapping"),
-        ("a: [", "not YAML"),
-        ("repeats: many", "--repeats 'many': must be an integer"),
-        ("options: fast", "--options 'fast': must be a mapping"),
-        ("options: {speed: 9}", "options: there is no option 'speed'"),
-        *((f"{name}: x", f"{name}: no longer an option: {REMOVED[name]}") for name in REMOVED),
-        ("methods: [{method: ar, sweep: {spec_len: 3:20}}]", 'a range in quotes like "3:20"'),
-        ("methods: [{name: ar}]", "must be text, or have the keys method, label, options, sweep"),
-        ("dataset: [{file: x}]", "must be text, or have the keys name, data, limit, template"),
-        ("{options: {tau: high}, dataset: humaneval}", "--tau 'high': must be a number"),
+        ("speed: 9", [], "unknown key 'speed'"),
+        ("- lookup", [], "must be a mapping"),
+        ("a: [", [], "not YAML"),
+        ("repeats: many", [], "--repeats 'many': must be an integer"),
+        ("options: fast", [], "--options 'fast': must be a mapping"),
+        ("options: {speed: 9}", [], "options: there is no option 'speed'"),
+        ("methods: [{name: ar}]", [], "must be text, or have the keys method, label, options, sweep"),
+        ("dataset: [{file: x}]", [], "must be text, or have the keys name, data, limit, template"),
+        ("{options: {tau: high}, dataset: humaneval}", [], "--tau 'high': must be a number"),
+        ("{}", [], "--dataset: name one of math500"),
+        ("{}", ["--dataset", "humaneval,humaneval"], "--dataset humaneval: named twice"),
+        ("{}", ["--dataset", "aime,gsm8k", "--data", "x"], "Write --data D=x"),
+        ("{}", ["--dataset", "humaneval", "--data", "aime=x"], "--data aime=x: --dataset does not name it"),
+        ("{}", [*ASKED, "--repeats", "0"], "--repeats 0"),
+        ("{}", [*ASKED, "--methods", "ar"], "ar: needs --ar-drafter"),
+        ("{}", [*ASKED, "--set", "exact=maybe"], "--exact 'maybe': must be true or false"),
     ],
 )
-def test_bad_config_files(text, message, stub, tmp_path, capsys):
+def test_bad_files_and_flags(content, args, message, stub, out, tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    file.write_text(text)
-    assert main(["--config", str(file)]) == 2
-    assert message in capsys.readouterr().err
-
-
-FILE = ["--dataset", "humaneval", "--methods", "failfast"]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "--dataset: name one of math500"),
-        (["--dataset", "humaneval,humaneval"], "--dataset humaneval: named twice"),
-        (["--dataset", "aime,gsm8k", "--data", "x"], "Write --data D=x"),
-        (["--dataset", "humaneval", "--data", "aime=x"], "--data aime=x: --dataset does not name it"),
-        ([*FILE, "--methods", "quick"], "--methods quick: there is no such row"),
-        ([*FILE, "--methods", "vanilla"], "vanilla is what others are compared with"),
-        ([*FILE, "--repeats", "0"], "--repeats 0"),
-        ([*FILE, "--engine", "ray", "--actors", "0"], "--actors 0: must be at least 1"),
-        ([*FILE, "--set", "tau=2"], "--tau 2: must be in [0, 1]"),
-        *(([*FILE, f"--{name.replace('_', '-')}", "x"], f"{REMOVED[name]}") for name in REMOVED),
-        ([*FILE, "--methods", "ar"], "ar: needs --ar-drafter, an autoregressive model"),
-        ([*FILE, "--limit", "0"], "--limit 0: must be at least 1"),
-        ([*FILE, "--max-new-tokens", "0"], "--max-new-tokens 0"),
-        ([*FILE, "--set", "speed=9"], "--set: there is no option 'speed'; options: temperature, "),
-        ([*FILE, "--set", "method=ar"], "there is no option 'method'"),
-        ([*FILE, "--set", "tau"], "--set: tau must be key=value, with a key among temperature, "),
-        ([*FILE, "--set", "exact=maybe"], "--exact 'maybe': must be true or false"),
-    ],
-)
-def test_bad_flags(args, message, stub, out, capsys):
-    assert main([*args, "--out", str(out)]) == 2
+    file.write_text(content)
+    assert main(["--config", str(file), *args, "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not stub.given and not out.exists()
 
@@ -356,18 +319,19 @@ def test_a_corpus_holds_the_questions_before(stub, bench, monkeypatch):
 # -- engines -------------------------------------------------------------------------------------------------
 
 
-def test_what_the_default_drafter_serves(monkeypatch):
-    """What its configuration says; published drafters likewise."""
-    monkeypatch.setattr(engine_pool.FailFast, "load", lambda *sources, **_: StubEngine())
-    default = engine_pool.EnginePool()
-    served = ("failfast", "specdiff", "fast-dllm", "dflash", "dspark")
-    assert all(default.missing(Row(m, m)) is None for m in served)
-    assert default.missing(Row("eagle3", "eagle3")).endswith("a model of kind eagle for this target")
-    named = engine_pool.EnginePool(FIELD / "qwen3_a", FIELD / "dspark_qwen3_a")
-    assert all(named.missing(Row(m, m)) is None for m in ("failfast", "specdiff", "dflash", "dspark"))
-    bare = str(FIELD / "dspark_dflash_qwen3_a")
-    assert named.missing(Row("x", "dspark", {"drafter": bare})).endswith(f"{bare} has no Markov or confidence head")
-    assert named.missing(Row("eagle3", "eagle3")).endswith("is a drafter for dspark")
+def test_an_engine_names_the_row_that_it_cannot_serve(monkeypatch):
+    def load(target=None, drafter=None, **options):
+        if options.get("method") == "eagle3":
+            raise ValueError("--method eagle3: needs --drafter")
+        return StubEngine()
+
+    monkeypatch.setattr(engine_pool.FailFast, "load", load)
+    pool, common = engine_pool.EnginePool(), GenerationConfig()
+    for method, message in (("ar", "ar: needs --ar-drafter"), ("eagle3", "eagle3: --method eagle3: needs --drafter")):
+        row = Row(method, method)
+        with pytest.raises(ValueError, match=message):
+            pool.prepare(row, row.config(common))
+    assert pool.prepare(Row("dspark", "dspark"), GenerationConfig("dspark")) == {"kind": "other"}
 
 
 def test_engines_share_their_target(monkeypatch, tmp_path):
@@ -379,19 +343,20 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
         return StubEngine(max_seq_len=100 * len(loaded))
 
     monkeypatch.setattr(engine_pool.FailFast, "load", load)
-    kinds = {"small": ("autoregressive", "ar")}
-    monkeypatch.setattr(engine_pool, "own_method", lambda drafter: kinds.get(drafter, ("block-diffusion", "failfast")))
-    common = GenerationConfig()
-    settings = [Row(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
-    settings.insert(2, Row("aligned", "failfast", {"schedule": "aligned"}))
-    settings.insert(2, Row("slow", "failfast", {"tau": 0.9}))
+    common, aligned = GenerationConfig(), {"schedule": "aligned"}
+    rows = [Row(m, m) for m in ("lookup", "failfast", "fast-dllm")]
+    rows += [Row("slow", "failfast", {"tau": 0.9}), Row("aligned", "failfast", aligned), Row("ar", "ar")]
 
     # The default pair: a drafter for each method and schedule.
     default = engine_pool.EnginePool(ar_drafter="small")
-    found = [default.get(s, s.config(common)) for s in settings]
-    wide, aligned, dllm = ((None, "failfast", None), (None, "failfast", "aligned"), (None, "fast-dllm", None))
-    assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", None)]
-    assert found[0] is default.base and found[1] is found[2]
+    engines = {row.label: default.get(row, row.config(common)) for row in rows}
+    assert loaded[1:] == [
+        (None, "failfast", None),
+        (None, "fast-dllm", None),
+        (None, "failfast", "aligned"),
+        ("small", "ar", None),
+    ]
+    assert engines["lookup"] is default.base and engines["failfast"] is engines["slow"]
     assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "drafter"}
 
     # Named drafters: one for all methods of its kind.
@@ -400,11 +365,9 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
     folder.mkdir()
     (folder / "weights").write_text("x")
     named = engine_pool.EnginePool("big", folder)
-    for setting in settings[:-1]:
-        named.get(setting, setting.config(common))
+    for row in rows[:-1]:
+        named.get(row, row.config(common))
     assert loaded[1:] == [(folder, "failfast", None)]
-    with pytest.raises(ValueError, match="ar: needs --ar-drafter"):
-        named.get(settings[-1], settings[-1].config(common))
     before = named.identity()
     assert before["target"] == {"name": "big", "files": None}
     (folder / "weights").write_text("xy")

@@ -7,7 +7,7 @@ from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.bench import engine_pool, plots
+from failfast_jax.bench import engine_pool
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.answer_log import AnswerLog
 from failfast_jax.bench.summary import nested, totals
@@ -38,19 +38,13 @@ def answers(engine, monkeypatch):
 
 
 @pytest.mark.long(rare=True)
-@pytest.mark.long
-def test_a_run(answers, tmp_path, capsys, monkeypatch):
+def test_a_run(answers, tmp_path, capsys):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     args = ["--dataset", str(prompts), "--methods", "failfast,lookup", *SMALL, "--repeats", "2", "--out", str(out)]
     assert main(args) == 0
     printed = capsys.readouterr().out
     assert "| failfast |" in printed and printed.strip() == (out / "summary.md").read_text().strip()
-    assert {p.name for p in out.iterdir()} == {
-        "figures",
-        "records.jsonl",
-        *(f"summary.{k}" for k in ("json", "md", "csv")),
-    }
 
     # Warm answers only, in an order that turns round.
     warm = [(method, prompt) for method, prompt, compiled in answers if not compiled]
@@ -67,39 +61,20 @@ def test_a_run(answers, tmp_path, capsys, monkeypatch):
             assert len(record["detail"]) == record["rounds"]
             assert sum(entry["accepted"] for entry in record["detail"]) == record["accepted"]
             assert all(len(entry["confidence"]) == entry["drafted"] for entry in record["detail"])
-    check_summary(out)
-    check_figures(out, monkeypatch)
+    found = json.loads((out / "summary.json").read_text())["datasets"]["prompts.jsonl"]["settings"]
+    assert found == nested(totals(AnswerLog.read(out).frame())) and list(found) == there
+    assert all(row["verdicts"]["equal"] == 4 and row["score"] is None for row in found.values())
+
+    # Drawn again from the records alone.
+    written = sorted((out / "figures").iterdir())
+    assert {file.stem for file in written} == {"speedup", "length_cdf", "calibration"} and len(written) == 6
+    (out / "summary.json").unlink()
+    for file in written:
+        file.unlink()
+    assert main(["--redraw", "--out", str(out)]) == 0 and sorted((out / "figures").iterdir()) == written
+    assert main(["--redraw", "--out", str(out / "nowhere")]) == 2
     answers.clear()
     assert main([*args, "--no-figures"]) == 0 and not answers
-
-
-def check_summary(out):
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["machine"]["cores"]
-    found = summary["datasets"]["prompts.jsonl"]
-    expected = nested(totals(AnswerLog.read(out).frame()))
-    assert set(found["calibration"]) == {"failfast", "lookup"} and found["calibration"]["failfast"]["rounds"]
-    assert found["settings"] == expected and list(expected) == ["vanilla", "failfast", "lookup"]
-    for row in expected.values():
-        assert row["tokens"] == 96 and row["verdicts"]["equal"] == 4 and row["score"] is None
-    assert found["settings"]["failfast"]["max_drafted"] == 3
-
-
-def check_figures(out, monkeypatch):
-    folder = out / "figures"
-    written = {file.name for file in folder.iterdir()}
-    names = ("speedup", "length_cdf", "calibration")
-    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
-    assert (folder / "calibration.png").read_bytes().startswith(b"\x89PNG")
-    assert "</svg>" in (folder / "calibration.svg").read_text()
-    # Drawn again from the records alone.
-    monkeypatch.setattr(plots, "FIGURES", {name: plots.FIGURES[name] for name in names[:2]})
-    (out / "summary.json").unlink()
-    for file in folder.iterdir():
-        file.unlink()
-    assert main(["--redraw", "--out", str(out)]) == 0
-    assert {file.name for file in folder.iterdir()} == {name for name in written if name.startswith(names[:2])}
-    assert main(["--redraw", "--out", str(out / "nowhere")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -131,16 +106,12 @@ def test_all_drafters_of_one_target(tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "summary.json").read_text())["datasets"]["prompts.jsonl"]["settings"]
     for method, name in published.items():
         row = found[f"{method}:drafter={field / name}"]
-        assert (
-            row["tau"] == pytest.approx(row["accepted_per_round"] + 1)
-            and row["tau"] > 1
-            and row["verified_per_round"] > 1
-        )
-        assert row["verdicts"]["equal"] == 1 and row["passes_per_round"] > 0
+        assert row["tau"] == pytest.approx(row["accepted_per_round"] + 1) and row["tau"] > 1
+        assert row["verdicts"]["equal"] == 1 and row["passes_per_round"] > 0 and row["verified_per_round"] > 1
     capsys.readouterr()
     drafter = ["--drafter", str(field / published["dspark"])]
     assert main([*args, *drafter, "--methods", "all", "--out", str(tmp_path / "all")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for method in ("dspark", "dflash", "failfast", "fast-dllm", "specdiff"):
         assert f"| {method} |" in text, method
-    assert "Left out: `eagle3` (needs eagle3:drafter=P, a model of kind eagle; " in text
+    assert "Left out: `eagle3` (" in text and "needs a drafter of kind eagle" in text

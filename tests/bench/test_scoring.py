@@ -9,9 +9,7 @@ from failfast_jax.public_data.question_sets import humaneval_problems
 def test_humaneval_answers():
     problem = humaneval_problems()[0]
     rest = problem["canonical_solution"]
-    whole = f"Sure, here it is:\n\n```python\n{problem['prompt']}{rest}\n```\n\nIt compares all pairs.\n```\nTrue\n```"
-    alone = "```\n" + problem["prompt"].partition("\n\n\n")[2] + rest  # no import, fence never closed
-    for answer in (rest, rest + "\n\nprint(has_close_elements([1.0], 1))\n", whole, alone):
+    for answer in (rest, "```\n" + problem["prompt"].partition("\n\n\n")[2] + rest):  # no import, fence never closed
         assert scoring.is_right("humaneval", answer, problem)
     for answer in ("", "    return False\n", "I cannot do that.", "```python\ndef other():\n    pass\n```"):
         assert not scoring.is_right("humaneval", answer, problem)

@@ -10,7 +10,7 @@ import pytest
 from failfast_jax.bench import plots, summary
 from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE, AnswerLog, rounds_of
 from failfast_jax.bench.comparison import promises_equality
-from failfast_jax.bench.paper.paper_plots import easy_share, easy_tokens
+from failfast_jax.bench.paper.reproduction import easy_share, easy_tokens
 from failfast_jax.bench.rows import BASELINE, Row
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question
@@ -53,7 +53,7 @@ def totals(records):
 
 
 def calibrated(*records):
-    return summary.calibration(rounds_of(AnswerLog.of([RECORDS[0], *records]).frame()))
+    return plots.calibration(rounds_of(AnswerLog.of([RECORDS[0], *records]).frame()))
 
 
 def test_totals():
@@ -76,7 +76,7 @@ def test_tokens_accepted_after_the_end_are_not_counted():
     cut = record("lookup", 0, 1.0, 6, [([0.8] * 7, 7), ([0.8] * 7, 7)])
     cut["detail"][-1]["emitted"] = 2
     assert totals([RECORDS[0], cut]).accepted_per_round["lookup"] == (7 + 2) / 2
-    assert calibrated(cut)["rounds"].accepted[8] == 7.0
+    assert calibrated(cut)[0].accepted[8] == 7.0
 
 
 def test_of_repeats_the_median_counts():
@@ -93,27 +93,16 @@ def test_answers_without_vanilla_beside_them_are_left_out():
 
 
 def test_calibration():
-    found = calibrated(RECORDS[2])
-    rounds, tokens = found["rounds"], found["tokens"]
-    assert rounds["count"].tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 0, 1]
-    assert rounds.confidence[7] == pytest.approx(0.725) and rounds.first_accepted[7] == 0.5 and rounds.accepted[7] == 1
-    assert rounds.loc[9, ["confidence", "first_accepted", "accepted"]].tolist() == [1, 1, 1]
-    assert summary.nested(rounds)[0]["accepted"] is None
-    # Judged: 0.7 and 0.9 accepted, 0.75 rejected (what follows it is not judged), 1.0 accepted, 0.2 rejected.
-    assert tokens["count"].tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0, 2]
-    assert found["ece"] == pytest.approx((1 * 0.2 + 2 * abs(0.5 - 0.725) + 2 * abs(1.0 - 0.95)) / 5)
-    assert found["positions"].values.tolist() == [[1, 3, 2 / 3], [2, 3, 1 / 3], [3, 1, 0]]
-    short = calibrated(record("lookup", 0, 1.0, 2, [([0.5], 1)]))
-    bins, positions = summary.confidence_tables({"failfast": found, "lookup": short})
-    assert "| 2: mean 0.72, first token 50%, accepted 1.00 " in bins and "over 5 tokens" in bins
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in positions.splitlines()]
-    assert lines[0] == ["accepted up to position", "1", "2", "3"]
-    assert lines[2:] == [["failfast", "67%", "33%", "0%"], ["lookup", "100%", "-", "-"]]
+    """Judged: 0.7 and 0.9 accepted, 0.75 rejected (what follows it is not judged), 1.0 accepted, 0.2 rejected."""
+    first, tokens, error = calibrated(RECORDS[2])
+    assert first["count"].to_dict() == {7: 2, 9: 1} and tokens["count"].to_dict() == {2: 1, 7: 2, 9: 2}
+    assert first.loc[7].tolist() == pytest.approx([0.725, 1, 2]) and first.loc[9].tolist() == [1, 1, 1]
+    assert tokens.loc[7].tolist() == pytest.approx([0.725, 0.5, 2])
+    assert error == pytest.approx((1 * 0.2 + 2 * abs(0.5 - 0.725) + 2 * abs(1.0 - 0.95)) / 5)
 
 
 def test_without_drafts():
     answers = AnswerLog.of([RECORDS[0], record("lookup", 0, 4.0, 2, [([], 0), ([], 0)])]).frame()
-    assert summary.calibrations(answers, {"lookup": "lookup"}) == {}
     assert np.isnan(summary.totals(answers).acceptance_rate["lookup"])
 
 
@@ -131,7 +120,7 @@ def test_the_files_of_a_summary(tmp_path):
     found = json.loads((tmp_path / "summary.json").read_text())["datasets"]["d"]
     assert found["sweeps"] == {"ar": {"points": [row.label for row in rows], "best": "ar:spec_len=2"}}
     assert found["rows"] == {BASELINE: BASELINE, "ar:spec_len=2": "ar (best: spec_len=2)"}
-    assert set(found["calibration"]) == {"ar:spec_len=2"} and "**ar:spec_len=2**" in text
+    assert "**ar:spec_len=2**" in text
     table = pd.read_csv(io.StringIO((tmp_path / "summary.csv").read_text()), index_col="setting")
     assert table.speedup.to_dict() == {label: row["speedup"] for label, row in found["settings"].items()}
     assert table["prompt_speedup.median"]["ar:spec_len=8"] == 9 / 8
@@ -142,13 +131,6 @@ def test_easy_regions():
     answer = {"detail": [{"drafted": d, "accepted": a, "emitted": e} for d, a, e in rounds]}
     assert easy_tokens(answer) == [True] * 4 + [True, False] + [False] + [True] * 3 + [True] * 2
     assert easy_share([answer], [0, 4, 5, 9]) == [10 / 12, 10 / 12, 0.0, 0.0]
-
-
-def test_dollar_signs_of_names_are_no_formulas(tmp_path):
-    figure = plots.figure_class()()
-    figure.suptitle("questions of $a^$b[1].jsonl")
-    figure.savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").is_file()
 
 
 def test_figures_follow_from_records(tmp_path):

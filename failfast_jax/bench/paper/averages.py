@@ -2,6 +2,10 @@
 
 Every figure is taken per question and then averaged over questions, and over datasets in the column Average: an
 acceptance rate of 40.6 % stands beside mean lengths of 6.0 and 14.6. Pooled figures (sums over sums) stand beside them.
+
+The paper's speedups are modelled, not timed: a round costs its drafter passes and one step of the target, and
+vanilla decoding one step a token. With the statistics of its Appendix B and the authors' latency constants (ms per
+forward pass on an A6000) the published figures come out; with ours, what our records would be worth there.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import numpy as np
 import pandas as pd
 
 from failfast_jax.bench.paper.released_passes import released_rounds
-from failfast_jax.bench.paper.speedup_model import Latency, is_priced
 from failfast_jax.bench.rows import BASELINE
+from failfast_jax.drafters import METHODS
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
 from failfast_jax.public_data.acceptance_law import appendix_b, papers_speedup, published_for
 
 PAPERS = AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = ("AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast")
@@ -26,6 +31,61 @@ LONGEST_SWEPT = 20
 """Tokens, of the drafts of fixed length among which the paper's sweep looks for the best; longer ones have own rows."""
 SUMS = ["tokens", "rounds", "accepted", "speculated", "passes", "passes_here", "decode_s", "vanilla_s"]
 LONGEST = ["most_accepted", "most_speculated"]
+LARGEST = "Qwen2.5-32B-Instruct"
+
+
+class Latency(NamedTuple):
+    """Cost of forward passes, in one unit.
+
+    Attributes:
+      draft_pass: of the drafter.
+      target_step: of the target, whether it decodes one token or verifies a draft.
+      name: of the place where it holds.
+    """
+
+    draft_pass: float
+    target_step: float
+    name: str
+
+
+def is_priced(method: str) -> bool:
+    """Returns whether the authors' latency of a drafter pass, that of a model of 1.5B, holds for a method's drafters.
+
+    It does not for those of a layer or so that read the target's features, which the paper has timed, not modelled.
+    """
+    kinds = METHODS[method].kinds
+    return not kinds or not {AUTOREGRESSIVE, BLOCK_DIFFUSION}.isdisjoint(kinds)
+
+
+def authors_latencies() -> dict[str, Latency]:
+    """Returns the authors' constants, by the target's name without the organisation."""
+    constants = appendix_b()["authors_latency_ms"]
+    steps = constants["target_step"].items()
+    return {name: Latency(constants["drafter_pass"], step, f"A6000, {name}") for name, step in steps}
+
+
+def parse_latency(text: str) -> Latency:
+    """Returns `DRAFT:TARGET` in ms, or the latencies of a size of the paper's targets (`32B`).
+
+    Raises:
+      ValueError: neither.
+    """
+    sizes = {name.split("-")[1]: latency for name, latency in authors_latencies().items()}
+    if text in sizes:
+        return sizes[text]
+    try:
+        draft, target = (float(part) for part in text.split(":"))
+        if draft < 0 or target <= 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--modelled {text}: must be DRAFT:TARGET in ms, or one of {', '.join(sizes)}") from None
+    return Latency(draft, target, f"{draft:g} ms a drafter pass, {target:g} ms a target step")
+
+
+def latency_for(target: str | None) -> Latency:
+    """Returns the constants of the paper's target that a model's name contains; else of the largest."""
+    latencies = authors_latencies()
+    return latencies[next((name for name in latencies if name.lower() in str(target).lower()), LARGEST)]
 
 
 class PaperRun(NamedTuple):
@@ -36,8 +96,7 @@ class PaperRun(NamedTuple):
       pooled: the same, of sums over these questions.
       published: the paper's, as far as it has them.
       chosen: per dataset and row, the label that stands for it.
-      answered: per dataset, how many answers each row has, to the same questions.
-      lacking: per dataset, the labels that lack answers which others have there, and how many.
+      answered: per dataset, how many questions (each as often as it was asked) all rows answered, and how many any.
       sums: of all answers; see `sums_of`.
     """
 
@@ -47,8 +106,7 @@ class PaperRun(NamedTuple):
     pooled: pd.DataFrame
     published: pd.DataFrame
     chosen: dict[str, dict[str, str]]
-    answered: dict[str, int]
-    lacking: dict[str, dict[str, int]]
+    answered: dict[str, tuple[int, int]]
     sums: pd.DataFrame
 
     def rows(self) -> list[str]:
@@ -113,19 +171,9 @@ def published_of(target: str) -> pd.DataFrame:
                 "draft_ms": rounds * passes * statistics.drafter_pass_ms,
                 "verify_ms": rounds * statistics.target_step_ms,
             }
-    columns = [
-        *LONGEST,
-        "acceptance",
-        "accepted",
-        "speculated",
-        "rounds",
-        "passes",
-        "modelled",
-        "draft_ms",
-        "verify_ms",
-    ]
-    index = pd.MultiIndex.from_tuples(lines, names=["row", "dataset"]) if lines else pd.MultiIndex.from_arrays([[], []])
-    return pd.DataFrame(list(lines.values()), index=index, columns=columns)
+    places = [[row for row, _ in lines], [dataset for _, dataset in lines]]
+    index = pd.MultiIndex.from_arrays(places, names=["row", "dataset"])
+    return pd.DataFrame(list(lines.values()), index=index)
 
 
 def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
@@ -160,8 +208,7 @@ def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
 def read_run(answers: pd.DataFrame, target: str, latency: Latency) -> PaperRun:
     """Averages the answers of one run.
 
-    A killed run's rows may have got to different questions: those that all rows of a dataset answered are kept, the
-    others noted in `lacking`.
+    A killed run's rows may have got to different questions: those that all rows of a dataset answered are kept.
 
     Args:
       answers: see `AnswerLog.frame`.
@@ -170,9 +217,6 @@ def read_run(answers: pd.DataFrame, target: str, latency: Latency) -> PaperRun:
       ValueError: no dataset has such a question.
     """
     sums = sums_of(answers)
-    counts = pd.crosstab(sums.setting, sums.dataset)
-    begun = sums.drop_duplicates(["dataset", "question", "repeat"]).dataset.value_counts()
-    lacking = {name: {label: n for label, n in (begun[name] - counts[name]).items() if n} for name in begun.index}
     same = ["dataset", "question", "repeat"]
     paired = sums.groupby(same).setting.transform("nunique") == sums.groupby("dataset").setting.transform("nunique")
     kept = sums[paired]
@@ -197,9 +241,9 @@ def read_run(answers: pd.DataFrame, target: str, latency: Latency) -> PaperRun:
     means.columns = means.columns.str.removeprefix("mean_")
     means = means.join(groups[LONGEST].max())
     pooled = figures_of(groups[SUMS].sum().join(groups.priced.all()), latency)
-    answered = {dataset: int(group.groupby("setting").size().iloc[0]) for dataset, group in kept.groupby("dataset")}
-    lacking = {dataset: short for dataset, short in lacking.items() if short}
-    return PaperRun(target, latency, means, pooled, published_of(target), chosen, answered, lacking, sums)
+    counts = [frame.drop_duplicates(same).dataset.value_counts() for frame in (kept, sums)]
+    answered = {dataset: (int(counts[0][dataset]), int(counts[1][dataset])) for dataset in chosen}
+    return PaperRun(target, latency, means, pooled, published_of(target), chosen, answered, sums)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

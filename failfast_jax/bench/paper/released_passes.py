@@ -25,9 +25,14 @@ class ReleasedRounds(NamedTuple):
 
 def released_rounds(record: Record) -> ReleasedRounds:
     """Counts an answer's rounds as the released code does."""
-    speculated = tuple(lengths_asked_for(record))
-    accepted = tuple(entry["accepted"] for entry in record["detail"])
-    return ReleasedRounds(accepted, speculated, released_passes(record, speculated))
+    kind, speculated = record["drafter"]["kind"], tuple(lengths_asked_for(record))
+    if kind == "ar":
+        passes = speculated
+    elif kind == "other":
+        passes = tuple(entry["passes"] for entry in record["detail"])
+    else:
+        passes = tuple(map(sum, aligned_passes(record)))
+    return ReleasedRounds(tuple(entry["accepted"] for entry in record["detail"]), speculated, passes)
 
 
 def lengths_asked_for(record: Record) -> Iterator[int]:
@@ -42,16 +47,6 @@ def lengths_asked_for(record: Record) -> Iterator[int]:
             chunk = drafter["spec_len"]
             yield max(-(-drafted // chunk), 1) * chunk if drafter["grows"] else chunk
         rejected = entry["ids"][entry["accepted"] + 1 :]
-
-
-def released_passes(record: Record, speculated: Sequence[int]) -> tuple[int, ...]:
-    """Returns the drafter passes of each round, as the released code makes and counts them."""
-    drafter = record["drafter"]
-    if drafter["kind"] == "ar":
-        return tuple(speculated)
-    if drafter["kind"] == "other":
-        return tuple(entry["passes"] for entry in record["detail"])
-    return tuple(map(sum, aligned_passes(record)))
 
 
 def aligned_passes(record: Record) -> Iterator[tuple[int, int]]:

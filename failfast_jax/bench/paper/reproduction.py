@@ -1,32 +1,30 @@
 """The tables, figures and numbers of "Fail Fast, Win Big" from the records of one run for each target.
 
-Give it the folders that `bench run --preset failfast-paper` wrote. Nothing is run: records are read, so that figures of
-single questions and their trajectories can be drawn at any time. Prints Markdown, and writes it to `--out` with the
-figures: acceptance over passes (Fig. 2), easy and hard tokens of five questions (Fig. 4), easy regions (Fig. 5), shares
-of latency (Fig. 6), Theorem 3.8, and for each question of `--trajectory` a page per row (Figs. 10 to 12). `bench run`
-draws lengths (Fig. 8) and sweeps.
+Give it the folders that `bench run --preset failfast-paper` wrote. Nothing is run: records are read. Prints Markdown,
+and writes it to `--out` with the figures: acceptance over passes (Fig. 2), easy and hard tokens of five questions
+(Fig. 4), easy regions (Fig. 5), shares of latency (Fig. 6). `bench run` draws lengths (Fig. 8) and sweeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import answer_trace
-from failfast_jax.bench.answer_log import RECORDS, result_of
-from failfast_jax.bench.paper import averages, paper_plots
-from failfast_jax.bench.paper.averages import PaperRun
+import numpy as np
+import pandas as pd
+
+from failfast_jax.bench.answer_log import RECORDS
+from failfast_jax.bench.paper import averages
+from failfast_jax.bench.paper.averages import AR, PAPERS, PaperRun, latency_for, parse_latency
 from failfast_jax.bench.paper.claims import claims_table
-from failfast_jax.bench.paper.speedup_model import latency_for, parse_latency
-from failfast_jax.bench.plots import OR_WITHOUT, RunAnswers, figure_class
-from failfast_jax.bench.rows import BASELINE
-from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.errors import CheckpointError
+from failfast_jax.bench.plots import OR_WITHOUT, NoData, RunAnswers, draw_each, figure_class, per_dataset
 from failfast_jax.util.files import user_path, write_atomically
-from failfast_jax.util.records import Journal, read_lines
+from failfast_jax.util.records import Journal, Record, read_lines
 
 NOTES = (
     "Rounds, lengths and drafter passes are counted as the authors' released code counts them. Cells: these records "
@@ -34,6 +32,9 @@ NOTES = (
     "named below; measured: decode time of `vanilla` over decode time. Means of questions are the paper's way to "
     "average, pooled figures divide sums."
 )
+
+STRIP = ("math500", (0, 4, 15, 18, 21))
+"""Dataset and places of the paper's five questions."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--modelled", metavar="X", help="latencies of modelled speedups: 7B, 14B, 32B or DRAFT:TARGET (by the target)"
-    )
-    parser.add_argument(
-        "--trajectory", metavar="D/QUESTION", action="append", default=[], help="dataset and question id"
     )
     parser.add_argument("--out", metavar="DIR", type=user_path, help="writes paper.md and figures there")
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
@@ -63,31 +61,25 @@ def target_of(folder: Path) -> str:
 def read_run(folder: Path, modelled: str | None) -> PaperRun:
     """Reads a run, all rows that its records have."""
     answers = RunAnswers.read(folder, last_only=False).answers
-    if "drafter" not in answers or (old := answers[answers.drafter.isna()]).size:
-        old = answers if "drafter" not in answers else old
-        place = f"{old.dataset.iloc[0]}, question {old.question.iloc[0]}"
-        raise ValueError(f"{folder / RECORDS}: {place}: recorded without drafted ids; run it again into another --out")
+    if "drafter" not in answers or answers.drafter.isna().any():
+        raise ValueError(f"{folder / RECORDS}: recorded without drafted ids; run it again into another --out")
     target = target_of(folder)
     return averages.read_run(answers, target, latency_for(target) if modelled is None else parse_latency(modelled))
 
 
 def page(runs: list[PaperRun]) -> str:
-    """Returns all tables as Markdown; says on stderr which runs are unfinished."""
+    """Returns all tables as Markdown."""
     parts = ['# "Fail Fast, Win Big", from records', NOTES]
     for run in runs:
-        unfinished = []
-        for dataset, labels in run.lacking.items():
-            rows = ", ".join(f"{label} ({count})" for label, count in labels.items())
-            kept = f"tables have the {run.answered[dataset]} answers that every row there has"
-            kept = kept if dataset in run.answered else "left out"
-            unfinished.append(f"{run.target}, {dataset}: unfinished, {kept}; answers that rows lack: {rows}.")
-        print(*unfinished, sep="\n", end="\n" if unfinished else "", file=sys.stderr)
         chosen = {d: ", ".join(f"{row} `{label}`" for row, label in rows.items()) for d, rows in run.chosen.items()}
+        counts = {
+            dataset: f"n = {count}" if count == begun else f"n = {count} of {begun}: unfinished"
+            for dataset, (count, begun) in run.answered.items()
+        }
         parts += [
             f"## Target {run.target}",
             f"Latencies of modelled speedups: {run.latency.name}. Every row has the same n answers:",
-            "\n".join(f"- {dataset}, n = {run.answered[dataset]}: {rows}" for dataset, rows in chosen.items()),
-            *unfinished,
+            "\n".join(f"- {dataset}, {counts[dataset]}: {rows}" for dataset, rows in chosen.items()),
             f"Tables 1 and 4: speedup over vanilla decoding.\n\n{averages.speedups(run)}",
             averages.ratios(run),
             f"Table 5.\n\n{averages.details(run)}",
@@ -95,42 +87,134 @@ def page(runs: list[PaperRun]) -> str:
     return "\n\n".join([*parts, f"## Numbers of the text\n\n{claims_table(runs)}"]) + "\n"
 
 
-def tokenizer_of(target: str) -> Any:
-    """Returns the target's tokenizer, or None with a line on stderr: trajectories then show ids."""
-    source = default_target_path() if target == default_target_path().name else target
-    try:
-        return load_tokenizer(source)
-    except CheckpointError as error:
-        print(f"token ids instead of text: {error}", file=sys.stderr)
-        return None
+# -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def trajectory(place: str, folder: Path) -> dict[str, Any]:
-    """Returns the answers to a question of `--trajectory`, by row.
+def passes(run: PaperRun, answers: RunAnswers) -> Any:
+    """Draws Fig. 2: acceptance over drafter passes a round, both counted as released; every label is a point.
 
-    Raises:
-      ValueError: the records lack it; the message names it and those that there are.
+    Lines join points of one method and one draft length, which alone can be compared: a longer draft takes more
+    passes and has a lower rate. Both figures divide sums over all rounds.
     """
-    run = RunAnswers.read(folder)
-    dataset, _, question = place.partition("/")
-    records = run.of(dataset)[lambda answers: answers.question == question].to_dict("records")
-    if not records:
-        known = ", ".join(dict.fromkeys(run.answers.dataset + "/" + run.answers.question))
-        raise ValueError(f"--trajectory {place}: no such question in {folder}; there are {known}")
-    rows = {BASELINE, *run.names[dataset]}
-    return {record["setting"]: result_of(record) for record in records if record["setting"] in rows}
+    sums = run.sums.groupby(["dataset", "setting"], sort=False)[["passes", "rounds", "accepted", "speculated"]].sum()
+    first = run.sums.drop_duplicates(["dataset", "setting"]).set_index(["dataset", "setting"])
+    lengths = [str([options.get(key) for key in ("spec_len", "max_spec_len")]) for options in first.options]
+    sums = sums.assign(method=first.method, lengths=lengths)[(sums.passes > 0) & (sums.speculated > 0)]
+    sums = sums.assign(x=sums.passes / sums.rounds, y=sums.accepted / sums.speculated).sort_values("x")
+    colours = {method: f"C{index}" for index, method in enumerate(sorted(sums.method.unique()))}
+
+    def draw(axis: Any, dataset: str) -> None:
+        lines = sums[sums.index.get_level_values("dataset") == dataset]
+        for (method, _), line in lines.groupby(["method", "lengths"]):
+            axis.plot(line.x, line.y, "o-", color=colours[method], label=method)
+        axis.set_xlim(left=0)
+
+    return per_dataset(answers, draw, xlabel="drafter passes a round, as released", ylabel="acceptance rate")
+
+
+def easy_tokens(record: Record) -> list[bool]:
+    """Returns for each token of an answer whether it was an accepted draft token, or the bonus after a whole draft."""
+    tokens: list[bool] = []
+    for entry in record["detail"]:
+        accepted = min(entry["accepted"], entry["emitted"])
+        tokens += [True] * accepted
+        # The target's own token: easy where all of a draft was right.
+        tokens += [0 < entry["drafted"] <= entry["accepted"]] * (entry["emitted"] - accepted)
+    return tokens
+
+
+def easy_share(records: Sequence[Record], cutoffs: Sequence[int]) -> list[float]:
+    """Returns the share of tokens in runs of more than so many easy tokens, per cutoff."""
+    answers = [easy_tokens(record) for record in records]
+    runs = [sum(run) for tokens in answers for easy, run in itertools.groupby(tokens) if easy]
+    total = max(sum(map(len, answers)), 1)
+    return [sum(run for run in runs if run > cutoff) / total for cutoff in cutoffs]
+
+
+def easy_regions(answers: RunAnswers) -> Any:
+    """Draws Fig. 5: the share of tokens that lie in runs of consecutive easy tokens longer than x."""
+    cutoffs, colours = range(101), answers.colours()
+
+    def draw(axis: Any, dataset: str) -> None:
+        asked = answers.of(dataset)
+        for label, name in answers.names[dataset].items():
+            records = asked[(asked.setting == label) & (asked.drafted > 0)].to_dict("records")
+            if records:
+                axis.plot(cutoffs, easy_share(records, cutoffs), color=colours[label], label=name)
+
+    labels = {"xlabel": "length of an easy region (tokens)", "ylabel": "share of tokens in longer ones"}
+    return per_dataset(answers, draw, **labels)
+
+
+def strips(run: PaperRun, answers: RunAnswers) -> Any:
+    """Draws Fig. 4: easy (filled) and hard tokens, as the AR drafter, or else the first row, had them.
+
+    Shown are the paper's five questions, or the first five of another dataset.
+    """
+    dataset = STRIP[0] if STRIP[0] in run.chosen else next(iter(run.chosen), None)
+    if dataset is None:
+        raise NoData("no drafted answers")
+    row = AR if AR in run.chosen[dataset] else next(iter(run.chosen[dataset]))
+    asked = answers.of(dataset)
+    asked = asked[asked.setting == run.chosen[dataset][row]].drop_duplicates("question", keep="last")
+    ordered = (asked.sort_values("place", kind="stable") if "place" in asked else asked).to_dict("records")
+    chosen = [ordered[place] for place in STRIP[1] if dataset == STRIP[0] and place < len(ordered)]
+    chosen = chosen if len(chosen) == len(STRIP[1]) else ordered[: len(STRIP[1])]
+    figure = figure_class()(figsize=(7, 0.6 + 0.4 * len(chosen)), layout="constrained")
+    axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, record in zip(axes, chosen):
+        axis.imshow(np.asarray([easy_tokens(record)]), aspect="auto", cmap="Greens", vmin=0, vmax=1.2)
+        axis.set_yticks([])
+        axis.set_ylabel(record["question"], rotation=0, ha="right", va="center", fontsize="small")
+    axes[0].set_xlim(-0.5, max(len(easy_tokens(record)) for record in chosen) - 0.5)
+    axes[0].set_title(f"{dataset}, {row}: tokens that were easy (filled)", fontsize="small")
+    axes[-1].set_xlabel("token of the answer")
+    return figure
+
+
+def latency_shares(runs: Sequence[PaperRun]) -> Any:
+    """Draws Fig. 6: modelled seconds of speculation (pale) and verification (full) an answer, by target and row.
+
+    Means over the datasets that all of the target's rows have.
+    """
+    costs = {}
+    for at, run in enumerate(runs):
+        wide = run.means[["draft_ms", "verify_ms"]].unstack("dataset")
+        wide = wide.reindex([row for row in PAPERS if row in wide.index]).dropna(axis="columns")
+        if wide.size:
+            costs[at] = wide.T.groupby(level=0).mean().T / 1e3
+    if not costs:
+        raise NoData("no dataset with rows of the paper")
+    table = pd.concat(costs, names=["target", "row"]).unstack("row")
+    figure = figure_class()(figsize=(2.5 + 2.2 * len(runs), 3.5), layout="constrained")
+    axis, width = figure.subplots(), 0.8 / len(PAPERS)
+    for index, row in enumerate(PAPERS):
+        if row in table["verify_ms"]:
+            at = table.index + (index - (len(PAPERS) - 1) / 2) * width
+            draft, verify = table["draft_ms", row], table["verify_ms", row]
+            axis.bar(at, verify, width * 0.95, color=f"C{index}", label=row)
+            axis.bar(at, draft, width * 0.95, bottom=verify, color=f"C{index}", alpha=0.4)
+    axis.set_xticks(range(len(runs)), [Path(run.target).name for run in runs])
+    axis.set(ylabel="modelled seconds an answer", title="Modelled latency: verification (full), speculation (pale)")
+    figure.legend(fontsize="small", ncols=4, loc="outside lower center")
+    return figure
+
+
+def draw(runs: Sequence[PaperRun], answers: Sequence[RunAnswers], out: Path) -> list[Path]:
+    """Draws what the records can fill; says on stderr what they cannot."""
+    figures: dict[str, Callable[[], Any]] = {"latency": lambda: latency_shares(runs)}
+    for index, (run, records) in enumerate(zip(runs, answers)):
+        end = "" if len(runs) == 1 else f"-{index + 1}"
+        figures[f"strip{end}"] = functools.partial(strips, run, records)
+        figures[f"passes{end}"] = functools.partial(passes, run, records)
+        figures[f"easy_regions{end}"] = functools.partial(easy_regions, records)
+    return draw_each(figures, out)
 
 
 def work(args: argparse.Namespace) -> int:
     """Prints the page; writes it and the figures."""
     if args.figures and args.out:
         figure_class(OR_WITHOUT)
-    if args.trajectory and not args.out:
-        raise ValueError("--trajectory: needs --out, a folder for its pages")
-    names = [folder.name for folder in args.runs]
-    if args.trajectory and (twice := next((name for name in names if names.count(name) > 1), None)):
-        raise ValueError(f"--trajectory: two runs are called {twice}, as their pages would be; rename one")
-    pages = {(folder, place): trajectory(place, folder) for folder in args.runs for place in args.trajectory}
     runs = [read_run(folder, args.modelled) for folder in args.runs]
     text = page(runs)
     print(text)
@@ -140,11 +224,6 @@ def work(args: argparse.Namespace) -> int:
     written = [args.out / "paper.md"]
     write_atomically(written[0], text)
     if args.figures:
-        written += paper_plots.draw(runs, [RunAnswers.read(folder) for folder in args.runs], args.out)
-    for (folder, place), results in pages.items():
-        part = args.out if len(args.runs) == 1 else args.out / folder.name
-        part.mkdir(exist_ok=True)
-        written.append(part / f"trajectory-{''.join(c if c.isalnum() else '-' for c in place)}.html")
-        write_atomically(written[-1], answer_trace.page(results, tokenizer_of(target_of(folder))))
+        written += draw(runs, [RunAnswers.read(folder) for folder in args.runs], args.out)
     print(*written, sep="\n", file=sys.stderr)
     return 0

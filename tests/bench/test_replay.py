@@ -52,14 +52,13 @@ def test_the_docs_hold_the_limits():
     """By weights alone with 1.7 passes and with the paper's; with the live cache, a pass per ten drafted tokens."""
     lines = re.findall(r"^\| (qwen2\.5-.*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(lines) > 3
-    read = functools.cache(
-        lambda name: model_shapes.device_reads(model_shapes.abstract_model(CONFIGS[name], "bfloat16"))
-    )
+    abstract = functools.cache(lambda name: model_shapes.abstract_model(CONFIGS[name], "bfloat16"))
     for line in lines:
         name, dataset, lengths, paper, *limits = line.split(" | ")
         statistics, chunks = published_for(name, dataset.split(" ")[0]), float(lengths.split(" / ")[1]) / 10
-        models = name, "fast-dllm-v2-1.5b"
-        weights, passes = [weight_bytes(CONFIGS[each]) for each in models], [read(each)(1024) for each in models]
+        models = [abstract(each) for each in (name, "fast-dllm-v2-1.5b")]
+        weights = [model_shapes.nbytes(model) for model in models]
+        passes = [model_shapes.device_reads(model)(1024) for model in models]
         expected = [
             (statistics.mean_accepted + 1) * target / (target + count * drafter)
             for count, (target, drafter) in ((1.7, weights), (statistics.drafter_passes, weights), (chunks, passes))

@@ -21,7 +21,7 @@ from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config_keys import FAMILIES
 from failfast_jax.util import command_line
-from failfast_jax.util.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
+from failfast_jax.util.files import claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.util.progress import add_flags
 
 SIDE_FILES = """
@@ -89,7 +89,7 @@ def convert(
     opened.check()
     if out.exists() and opened.path.exists() and os.path.samefile(out, opened.path):
         raise CheckpointError(f"{out}: is the source itself")
-    is_gguf = opened.kind == "gguf"
+    is_gguf = opened.path.is_file()
     stored = as_dtype(dtype or ("float32" if is_gguf else opened.stored_dtype()))
     side_files = [opened.path / file for file in SIDE_FILES if (opened.path / file).is_file()]
     _check_space(out, opened.num_parameters() * stored.itemsize + sum(path.stat().st_size for path in side_files))
@@ -137,8 +137,6 @@ def _nearest_folder(out: Path) -> Path:
 
 def _check_space(out: Path, needed: int) -> None:
     parent, needed = _nearest_folder(out), needed + SPARE_BYTES
-    if os.statvfs(parent).f_flag & os.ST_RDONLY:
-        raise CheckpointError(f"{parent}: its file system is read-only; name a folder that may be written")
     if (free := shutil.disk_usage(parent).free) < needed:
         raise CheckpointError(f"{parent}: not enough disk space: {needed:,} bytes needed, {free:,} bytes available")
 
@@ -166,11 +164,6 @@ def new_folder(out: Path) -> Iterator[Path]:
             os.rename(out, old)
         os.rename(folder, out)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:
-        if not _is_disk_full(error):
-            raise
-        free = f"{shutil.disk_usage(folder).free:,} bytes available"
-        raise CheckpointError(f"{folder.parent}: the disk filled up during the conversion ({free})") from error
     finally:
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
@@ -181,15 +174,6 @@ def _lock(folder: Path) -> int:
         return claim(folder)
     except BlockingIOError:
         raise CheckpointError(f"{folder}: another conversion to the same place is running") from None
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    """True if an error, or a cause of it, is a full disk; TensorStore wraps the errno in text."""
-    while error is not None:
-        if getattr(error, "errno", None) in FULL or any(os.strerror(code) in str(error) for code in FULL):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def run(main: Callable[[], int]) -> None:

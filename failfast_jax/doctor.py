@@ -216,7 +216,7 @@ def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
         if drafter is not None:
             part, model = "drafter", ModelFolder(drafter)
             fit = _fit(model, folder.checkpoint, tokenizer)
-            size = f"{_billions(fit.parameters)}, made for --method {model.method}"
+            size = f"{_billions(fit.num_parameters())}, made for --method {model.method}"
             yield Finding("drafter", OK, f"{_shown(drafter)}: {model.kind}, {size}; it fits the target")
     except ValueError as error:
         yield Finding(part, BROKEN, str(error), EXPLAINED)
@@ -296,7 +296,7 @@ def _room(source: Any, fit: Any) -> Finding:
     configs = [source.config, *([] if fit is None else [fit.config])]
     token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs) * dtype.itemsize
     context = min(CONTEXT, source.config.max_position_embeddings)
-    rest = context * token + (0 if fit is None else fit.parameters * dtype.itemsize)
+    rest = context * token + (0 if fit is None else fit.num_parameters() * dtype.itemsize)
     needed, free = source.num_bytes(source.kept_dtypes(dtype)) + rest, hardware.free_memory()
     text = (
         f"{needed / 1e9:.1f} GB: {(needed - context * token) / 1e9:.1f} of weights, {token / 1e3:.0f} kB for each "

@@ -196,15 +196,12 @@ class Formats:
         opened(self.gguf)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 ROPES = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}},
-    {
-        "rope_scaling": {
-            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            **{"original_max_position_embeddings": 64},
-        }
-    },
+    {"rope_scaling": LLAMA3},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
 )

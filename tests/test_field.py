@@ -140,7 +140,7 @@ BAD_KEYS = [
     ("dflash_qwen3_a", {"hidden_size": 128}, "a target with hidden size 128; the target model has 64"),
     ("dspark_qwen3_a", {"target_layer_ids": [0, 8]}, "reads the target's layer 8; the target model has 8"),
     ("dspark_qwen3_a", {"target_layer_ids": "all"}, "key 'target_layer_ids' must be a list of layer numbers"),
-    ("dflash_qwen3_a", {"dflash_config": None}, "key 'dflash_config.target_layer_ids' must be a list"),
+    ("dflash_qwen3_a", {"dflash_config": None}, "key 'target_layer_ids' must be a list"),
     (
         "dflash_qwen3_a",
         {"block_size": 1},

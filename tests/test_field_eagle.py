@@ -242,10 +242,7 @@ def test_damaged_folders_are_named(copy):
     (folder / "model.safetensors").write_bytes(weights[:-100])
     refuses("truncated", folder, load, CheckpointError)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    message = r"only pickled weights .*python -c .*save_file.*pytorch_model.bin.*torch.load\(.*weights_only=True"
-    refuses(message, folder, load, CheckpointError)
-    with pytest.raises(CheckpointError, match="pickled"):
-        FailFast(load_target("qwen3_a"), folder)
+    refuses("only pickled weights .*pytorch_model.bin.*weights_only=True", folder, load, CheckpointError)
 
 
 def test_the_full_vocabulary_needs_no_table(copy):

@@ -21,7 +21,7 @@ def compiled(topology: str, rows: int, model: str):
     from jax.experimental import topologies
 
     from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm
-    from failfast_jax.checkpoints.parameters import Skeleton
+    from failfast_jax.checkpoints.parameter_map import Skeleton
     from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN
     from failfast_jax.models.transformer import Decoder
     from failfast_jax.public_data.model_shapes import CONFIGS

@@ -21,17 +21,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax.checkpoints.drafter_keys import Settings, integer, layer_numbers
-from failfast_jax.checkpoints.feature_drafter_folder import (
+from failfast_jax.checkpoints.drafter_folder import (
     DRAFT_IDS,
     IGNORED,
     DrafterLayout,
-    cast,
+    Settings,
+    integer,
     layer_keys,
+    layer_numbers,
     write_folder,
 )
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, stored_tensors
@@ -47,6 +47,7 @@ NUM_ANCHORS = 512
 """The number in DeepSpec's own training; its model refuses a configuration without it."""
 ZLAB, DEEPSPEC, OURS = "DFlashDraftModel", "Qwen3DSparkModel", "FailFastDSparkModel"
 SPECFORGE = "DSparkDraftModel"
+ARCHITECTURES = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
 SPECULATORS = "dflash"
 """`speculators_model_type` of the drafters of vLLM's speculators that are read here."""
 TABLE = Table(
@@ -72,123 +73,43 @@ TABLE = Table(
 )
 
 
-class BlockLayout(DrafterLayout):
-    """Drafters that fill a block of tokens in one pass."""
+def _claims(raw: Mapping[str, Any]) -> bool:
+    kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
+    return kind == SPECULATORS if kind is not None else any(name in ARCHITECTURES for name in names)
 
-    kind = FEATURE_BLOCK
-    architectures = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
-    network = DSpark
-    borrowed = ("embed", "head")
 
-    def claims(self, raw: Mapping[str, Any]) -> bool:
-        kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
-        return kind == SPECULATORS if kind is not None else any(name in self.architectures for name in names)
-
-    def read_keys(self, settings: Settings, target: ModelConfig | None) -> DSparkConfig:
-        get = settings.get
-        architecture = None if settings.speculators == SPECULATORS else settings.architecture
-        settings.home = "dflash_config" if architecture in (ZLAB, SPECFORGE) else ""
-        ours, base = architecture == OURS, settings.base()
-        windows = settings.sliding_windows(base.num_layers)
-        # As vLLM has it: all layers or none where a key says so, else those that slide. speculators' keys say so for
-        # these alone, and whether the newest token has a row of its own, which drafts nothing.
-        if architecture is None:
-            own_row = not get(values.flag, "sample_from_anchor")
-            sliding, full = not get(values.flag, "sliding_window_non_causal"), False
-        else:
-            own_row = architecture == ZLAB
-            one_way = get(values.flag, "is_causal", "causal", default=None)
-            sliding, full = one_way is not False, one_way is True
-        config = DSparkConfig(
-            base=base,
-            block_size=get(integer, "block_size", least=2 if own_row else 1, most=base.max_position_embeddings),
-            feature_layers=settings.feature_layers() or get(layer_numbers, "target_layer_ids"),
-            mask_token_id=None if ours else get(integer, "mask_token_id", least=0),
-            num_target_layers=get(integer, "num_target_layers", default=None),
-            own_row=own_row,
-            draft_vocab=get(integer, "draft_vocab_size", default=None),
-            sliding_windows=windows,
-            # z-lab's have this without sliding layers, too: settings files know them by it.
-            sliding_is_causal=sliding and (own_row or bool(windows)),
-            full_is_causal=full,
-            **({} if architecture in (None, ZLAB) else _heads(settings)),
-            row_features=get(layer_numbers, "row_feature_layer_ids") if ours else (),
-            context_layers=get(layer_numbers, "context_layer_ids") if ours else (),
-        )
-        _check(config, ours, settings.where)
-        return config
-
-    def table(self, config: DSparkConfig, names: Iterable[str]) -> Table:
-        return TABLE
-
-    def bound(
-        self, network: DSpark, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]
-    ) -> DSparkModel:
-        return DSparkModel(network, **weights, draft_ids=ids, shared=shared)
-
-    def written_keys(self, config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
-        """DeepSpec's `config.json`; ConfigError: its rows draft other positions than the drafter's."""
-        if config.own_row:
-            raise ConfigError(
-                "drafters are written in DeepSpec's layout, whose rows draft the token after their own place"
-            )
-        base, ours = config.base, bool(config.row_features)
-        keys = {
-            "architectures": [OURS if ours else DEEPSPEC],
-            "attention_bias": base.qkv_bias if ours else False,
-            "block_size": config.block_size,
-            "bos_token_id": None,
-            "dtype": storage,
-            "enable_confidence_head": config.confidence,
-            "markov_rank": config.markov_rank,
-            "model_type": base.model_type if ours else "qwen3",
-            "num_anchors": NUM_ANCHORS,
-            "num_target_layers": target.num_layers,
-            "pad_token_id": None,
-            "rope_parameters": base.rope.to_dict(base.max_position_embeddings),
-            "target_layer_ids": [*config.feature_layers],
-            "tie_word_embeddings": False,
-        }
-        if ours:
-            keys |= {"row_feature_layer_ids": [*config.row_features], "context_layer_ids": [*config.context_layers]}
-            keys |= {"mlp_bias": base.mlp_bias}
-        else:
-            keys |= {"mask_token_id": config.mask_token_id}
-        keys |= {"markov_head_type": config.markov} if config.markov else {}
-        keys |= {"confidence_head_with_markov": config.confidence_sees_markov} if config.confidence else {}
-        return layer_keys(base, target.eos_token_ids) | keys
-
-    def save(
-        self,
-        folder: Path,
-        model: DSparkModel,
-        target: ModelConfig,
-        *,
-        storage: str = "bfloat16",
-        borrow: bool = False,
-        **extra: Any,
-    ) -> None:
-        """Writes a drafter in DeepSpec's layout; `config.json` comes last, so that an unfinished folder is none.
-
-        Args:
-          storage: dtype of the tensors, one of `STORAGES`.
-          borrow: leave out embedding and head, which are the target's: smaller, and only for this project.
-          extra: further keys of `config.json`, JSON-ready; they replace those of the layout.
-
-        Raises:
-          ConfigError: see `written_keys`.
-          ValueError: an unknown storage.
-        """
-        config = self.written_keys(model.config, target, storage)
-        params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
-        params |= {} if borrow else {name: getattr(model, name) for name in self.borrowed}
-        tensors = stored_tensors(TABLE, cast(params, storage), model.config.base)
-        tokens = np.arange(target.vocab_size)
-        ids = tokens if model.draft_ids is None else np.asarray(model.draft_ids, np.int64)
-        if not np.array_equal(ids, tokens):
-            config["draft_vocab_size"] = len(ids)
-            tensors[DRAFT_IDS] = ids - np.arange(len(ids))
-        write_folder(folder, config, tensors, extra)
+def _read_keys(settings: Settings, target: ModelConfig | None) -> DSparkConfig:
+    get = settings.get
+    architecture = None if settings.speculators == SPECULATORS else settings.architecture
+    ours, base = architecture == OURS, settings.base()
+    windows = settings.sliding_windows(base.num_layers)
+    # As vLLM has it: all layers or none where a key says so, else those that slide. speculators' keys say so for
+    # these alone, and whether the newest token has a row of its own, which drafts nothing.
+    if architecture is None:
+        own_row = not get(values.flag, "sample_from_anchor")
+        sliding, full = not get(values.flag, "sliding_window_non_causal"), False
+    else:
+        own_row = architecture == ZLAB
+        one_way = get(values.flag, "is_causal", "causal", default=None)
+        sliding, full = one_way is not False, one_way is True
+    config = DSparkConfig(
+        base=base,
+        block_size=get(integer, "block_size", least=2 if own_row else 1, most=base.max_position_embeddings),
+        feature_layers=settings.feature_layers() or get(layer_numbers, "target_layer_ids"),
+        mask_token_id=None if ours else get(integer, "mask_token_id", least=0),
+        num_target_layers=get(integer, "num_target_layers", default=None),
+        own_row=own_row,
+        draft_vocab=get(integer, "draft_vocab_size", default=None),
+        sliding_windows=windows,
+        # z-lab's have this without sliding layers, too: settings files know them by it.
+        sliding_is_causal=sliding and (own_row or bool(windows)),
+        full_is_causal=full,
+        **({} if architecture in (None, ZLAB) else _heads(settings)),
+        row_features=get(layer_numbers, "row_feature_layer_ids") if ours else (),
+        context_layers=get(layer_numbers, "context_layer_ids") if ours else (),
+    )
+    _check(config, ours, settings.where)
+    return config
 
 
 def _heads(settings: Settings) -> dict[str, Any]:
@@ -201,7 +122,7 @@ def _heads(settings: Settings) -> dict[str, Any]:
     if rank and head not in MARKOV_HEADS:
         supported = ", ".join(MARKOV_HEADS)
         raise ConfigError(f"{settings.where}: markov_head_type {head!r} is not supported (supported: {supported})")
-    weighted = brief and bool(settings.find("confidence_head_alpha")[1])
+    weighted = brief and any(settings.stored("confidence_head_alpha").values())
     confidence = get(values.flag, "enable_confidence_head", default=weighted)
     return {
         "markov": head if rank else None,
@@ -224,5 +145,74 @@ def _check(config: DSparkConfig, ours: bool, where: str) -> None:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
 
 
-BLOCK_LAYOUT = BlockLayout()
-load_dspark, save_dspark = BLOCK_LAYOUT.load, BLOCK_LAYOUT.save
+def _table(config: DSparkConfig, names: Iterable[str]) -> Table:
+    return TABLE
+
+
+BLOCK_LAYOUT = DrafterLayout(
+    FEATURE_BLOCK, ARCHITECTURES, _claims, DSpark, ("embed", "head"), _read_keys, _table, DSparkModel
+)
+load_dspark = BLOCK_LAYOUT.load
+
+
+def save_dspark(
+    folder: Path,
+    model: DSparkModel,
+    target: ModelConfig,
+    *,
+    storage: str = "bfloat16",
+    borrow: bool = False,
+    **extra: Any,
+) -> None:
+    """Writes a drafter in DeepSpec's layout; `config.json` comes last, so that an unfinished folder is none.
+
+    Args:
+      storage: dtype of the tensors, one of `STORAGES`.
+      borrow: leave out embedding and head, which are the target's: smaller, and only for this project.
+      extra: further keys of `config.json`, JSON-ready; they replace those of the layout.
+
+    Raises:
+      ConfigError: see `written_keys`.
+      ValueError: an unknown storage.
+    """
+    config = written_keys(model.config, target, storage)
+    params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
+    params |= {} if borrow else {name: getattr(model, name) for name in BLOCK_LAYOUT.borrowed}
+    tensors = stored_tensors(TABLE, params, model.config.base)
+    tokens = np.arange(target.vocab_size)
+    ids = tokens if model.draft_ids is None else np.asarray(model.draft_ids, np.int64)
+    if not np.array_equal(ids, tokens):
+        config["draft_vocab_size"] = len(ids)
+        tensors[DRAFT_IDS] = ids - np.arange(len(ids))
+    write_folder(folder, config, tensors, storage, extra)
+
+
+def written_keys(config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
+    """DeepSpec's `config.json`; ConfigError: its rows draft other positions than the drafter's."""
+    if config.own_row:
+        raise ConfigError("drafters are written in DeepSpec's layout, whose rows draft the token after their own place")
+    base, ours = config.base, bool(config.row_features)
+    keys = {
+        "architectures": [OURS if ours else DEEPSPEC],
+        "attention_bias": base.qkv_bias if ours else False,
+        "block_size": config.block_size,
+        "bos_token_id": None,
+        "dtype": storage,
+        "enable_confidence_head": config.confidence,
+        "markov_rank": config.markov_rank,
+        "model_type": base.model_type if ours else "qwen3",
+        "num_anchors": NUM_ANCHORS,
+        "num_target_layers": target.num_layers,
+        "pad_token_id": None,
+        "rope_parameters": base.rope.to_dict(base.max_position_embeddings),
+        "target_layer_ids": [*config.feature_layers],
+        "tie_word_embeddings": False,
+    }
+    if ours:
+        keys |= {"row_feature_layer_ids": [*config.row_features], "context_layer_ids": [*config.context_layers]}
+        keys |= {"mlp_bias": base.mlp_bias}
+    else:
+        keys |= {"mask_token_id": config.mask_token_id}
+    keys |= {"markov_head_type": config.markov} if config.markov else {}
+    keys |= {"confidence_head_with_markov": config.confidence_sees_markov} if config.confidence else {}
+    return layer_keys(base, target.eos_token_ids) | keys

@@ -16,11 +16,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from failfast_jax.checkpoints import orbax_folder, parameter_map, safetensors_file, tensor_names
+from failfast_jax.checkpoints import orbax_folder, parameter_map, safetensors_file
 from failfast_jax.checkpoints.config_file import read_settings
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.parameters import Skeleton, check_layers
+from failfast_jax.checkpoints.parameter_map import Skeleton
 from failfast_jax.errors import CheckpointError
+from failfast_jax.kernels import row_operations
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -85,43 +86,50 @@ def as_dtype(dtype: Any, platform: str | None = None) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose configuration has been read and whose tensors have not.
+    """A checkpoint whose configuration and headers have been read, and whose parameters have not.
 
     Attributes:
       path: the file or folder.
-      kind: `hf`, `gguf` or `native`.
-      config: with stop tokens of `generation_config.json` and the mask token resolved.
+      config: the shape of the layers; of a model with the stop tokens of `generation_config.json`, and its mask token.
       raw_config: the Hugging Face `config.json`, or its equivalent for a GGUF file.
-      table: names of the tensors; None for a folder that Orbax reads.
+      table: names of the tensors; None for a folder that Orbax reads, whose tensors are the parameters.
+      network: makes the module, given `dtype` and `rngs`; None: a `Decoder`.
+      outside: shapes of parameters in the files that the module does not have.
+      borrowed: parts of the module that the files do not have.
     """
 
     path: Path
-    kind: str
     config: ModelConfig
-    raw_config: dict[str, Any]
-    table: parameter_map.Table | None = None
-    tensors: Mapping[str, parameter_map.StoredTensor] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def _native(self) -> dict[str, Any]:
-        """Shape and dtype of each parameter of a converted folder."""
-        return orbax_folder.stored_params(self.path)
+    raw_config: Mapping[str, Any]
+    table: parameter_map.Table | None
+    tensors: Mapping[str, Any]
+    network: Callable[..., Any] | None = None
+    outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    borrowed: tuple[str, ...] = ()
 
     @functools.cached_property
     def _plan(self) -> parameter_map.ReadPlan:
-        return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+        if self.table is not None:
+            return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+        orbax_folder.check(self.path, self.tensors, self.shapes)
+        sources = {name: [("whole", self.tensors[name])] for name in self.shapes}
+        return parameter_map.ReadPlan(self.config, parameter_map.HF_TABLE, sources)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter of the decoder, by its path; `check_layers` is asked first."""
-        check_layers(self._native if self.table is None else self.tensors, self.config.num_layers, self.path)
-        return _skeleton(self.config, DTYPES["float32"]).shapes
+        """Shape of each parameter in the files, by its path; `check_layers` is asked first."""
+        parameter_map.check_layers(self.tensors, self.config.num_layers, self.path)
+        shapes = self.skeleton(DTYPES["float32"]).shapes
+        return {name: shape for name, shape in shapes.items() if name.split(".")[0] not in self.borrowed} | self.outside
+
+    def skeleton(self, dtype: Any) -> Skeleton:
+        """The module, without memory."""
+        network = self.network or functools.partial(Decoder, self.config)
+        return Skeleton.made_by(lambda rngs: network(dtype=dtype, rngs=rngs))
 
     def stored_dtype(self) -> np.dtype:
         """The narrowest supported dtype that holds every stored value."""
-        if self.table is None:
-            return np.dtype(next(iter(self._native.values())).dtype)
-        stored = {tensor.dtype for tensor in self.tensors.values()}
+        stored = {np.dtype(tensor.dtype) for tensor in self.tensors.values()}
         return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
 
     def num_parameters(self) -> int:
@@ -135,32 +143,29 @@ class Checkpoint:
     def kept_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
         """The dtype in which a model in `dtype` holds each parameter; see `row_operations.kept_dtype`.
 
+        Matrices of products may stay as stored.
+
         Raises:
           CheckpointError: names or shapes of tensors do not fit the model, or a converted folder is damaged.
         """
-        if self.table is not None:
-            return {name: self._plan.kept_dtype(name, shape, dtype) for name, shape in self.shapes.items()}
-        stored = {name: np.dtype(self._native[name].dtype) if name in self._native else dtype for name in self.shapes}
-        return {name: parameter_map.kept_dtype(name, shape, stored[name], dtype) for name, shape in self.shapes.items()}
+        kept = {}
+        for name, shape in self.shapes.items():
+            stored = {np.dtype(tensor.dtype) for _, tensor in self._plan.sources[name]}
+            keeps = len(stored) == 1 and (name in ("embed", "head") or name.endswith(".weight"))
+            kept[name] = row_operations.kept_dtype(shape, *stored, dtype) if keeps else dtype
+        return kept
 
     def check(self) -> None:
         """Matches tensors with parameters without reading any data; errors are those of `load_model`."""
-        if self.table is None:
-            wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self.shapes.items()}
-            orbax_folder.check(self.path, wanted)
-        else:
-            _ = self._plan
+        _ = self._plan
 
     def load(
         self, dtype: np.dtype, *, place: Place | None = None, quantize: str | None = None, progress: bool | None = None
     ) -> Decoder:
         """Builds the decoder; see `load_model` and `read`."""
-        _ = self.shapes
-        skeleton = _skeleton(self.config, dtype)
         convert = None if quantize is None else quantization.converter(self.config)
-        dtypes = self.kept_dtypes(dtype)
-        with explain_out_of_memory(f"{self.path}: {self.num_bytes(dtypes) / 1e9:.2f} GB of parameters"):
-            values = self.read(dtypes, place=place, convert=convert, progress=progress)
+        values = self.read(self.kept_dtypes(dtype), place=place, convert=convert, progress=progress)
+        skeleton = self.skeleton(dtype)
         if quantize is not None:
             skeleton = Skeleton.of(skeleton.filled({}).quantized(quantize))
         return skeleton.filled(values)
@@ -173,7 +178,7 @@ class Checkpoint:
         convert: Convert | None = None,
         progress: bool | None = None,
     ) -> dict[str, jax.Array]:
-        """Reads the parameters by their paths in the decoder: several at a time, each process its devices' parts.
+        """Reads the parameters by their paths: several at a time, each process its devices' parts.
 
         Args:
           dtype: of all parameters, or of each by its path.
@@ -185,28 +190,30 @@ class Checkpoint:
         convert = convert or (lambda name, value: {name: value})
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = {name: place(name, shape) if place else default for name, shape in self.shapes.items()}
+        plan, size = self._plan, self.num_bytes(dtypes)
         values: dict[str, jax.Array] = {}
-        if self.table is None:
-            abstract = jax.ShapeDtypeStruct
-            wanted = {n: abstract(shape, dtypes[n], sharding=shardings[n]) for n, shape in self.shapes.items()}
-            restored = orbax_folder.load_params(self.path, wanted)
-            for name in list(restored):
-                values |= convert(name, restored.pop(name))
+        with explain_out_of_memory(f"{self.path}: {size / 1e9:.2f} GB of parameters"):
+            if self.table is None:
+                abstract = jax.ShapeDtypeStruct
+                wanted = {n: abstract(shape, dtypes[n], sharding=shardings[n]) for n, shape in self.shapes.items()}
+                restored = orbax_folder.load_params(self.path, self.tensors, wanted)
+                for name in list(restored):
+                    values |= convert(name, restored.pop(name))
+                return values
+
+            def assemble(name: str) -> sharding.Blocks:
+                blocks = sharding.blocks_here(shardings[name], self.shapes[name])
+                return {block: plan.assemble(name, self.shapes[name], dtypes[name], block) for block in blocks}
+
+            options = {"unit_scale": True, "delay": PATIENCE_S}
+            options |= {} if progress is None else {"disable": not progress}
+            with progress_bar(f"reading {self.path.name}", "B", total=size, **options) as bar:
+                for name, blocks in _ahead(assemble, list(self.shapes)):
+                    # Waiting keeps host copies from piling up before a slow link to the device.
+                    read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
+                    values |= convert(name, read)
+                    bar.update(math.prod(self.shapes[name]) * dtypes[name].itemsize)
             return values
-
-        def assemble(name: str) -> sharding.Blocks:
-            blocks = sharding.blocks_here(shardings[name], self.shapes[name])
-            return {block: plan.assemble(name, self.shapes[name], dtypes[name], block) for block in blocks}
-
-        plan, shown = self._plan, {} if progress is None else {"disable": not progress}
-        size, label = self.num_bytes(dtypes), f"reading {self.path.name}"
-        with progress_bar(label, "B", total=size, unit_scale=True, delay=PATIENCE_S, **shown) as bar:
-            for name, blocks in _ahead(assemble, list(self.shapes)):
-                # Waiting keeps host copies from piling up before a slow link to the device.
-                read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
-                values |= convert(name, read)
-                bar.update(math.prod(self.shapes[name]) * dtypes[name].itemsize)
-        return values
 
 
 def _ahead(function: Callable[[str], sharding.Blocks], names: Sequence[str]) -> Iterator[tuple[str, sharding.Blocks]]:
@@ -232,18 +239,20 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] 
     if path.name.endswith(orbax_folder.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
     raw, config = read_settings(path, raw)
-    written, read = raw.get(orbax_folder.FORMAT_KEY), orbax_folder.FORMAT
-    if orbax_folder.FORMAT_KEY in raw and written != read:
-        raise CheckpointError(
-            f"{path}: converted to format {written!r}, and this version reads {read}; convert the model again"
-        )
-    if orbax_folder.FORMAT_KEY in raw:
-        return Checkpoint(path, "native", config, raw)
-    tensors = tensor_names.as_saved(safetensors_file.folder_tensors(path), path)
-    if config.tie_embeddings:
-        tensors, tied = tensor_names.with_head(tensors)
+    if (written := raw.get(orbax_folder.FORMAT_KEY)) is not None:
+        if written != orbax_folder.FORMAT:
+            read = orbax_folder.FORMAT
+            raise CheckpointError(
+                f"{path}: converted to format {written!r}, and this version reads {read}; convert the model again"
+            )
+        return Checkpoint(path, config, raw, None, orbax_folder.stored_params(path))
+    tensors = safetensors_file.as_saved(safetensors_file.folder_tensors(path), path)
+    if config.tie_embeddings and (head := tensors.get(safetensors_file.HEAD)) is not None:
+        # As in transformers 5, a head that is stored is used, and one that stands alone is the embedding, too.
+        tied = tensors.setdefault(safetensors_file.EMBED, head) is head
+        tensors = {name: tensor for name, tensor in tensors.items() if not tied or name != safetensors_file.HEAD}
         config, raw = dataclasses.replace(config, tie_embeddings=tied), raw | {"tie_word_embeddings": tied}
-    return Checkpoint(path, "hf", config, raw, parameter_map.HF_TABLE, tensors)
+    return Checkpoint(path, config, raw, parameter_map.HF_TABLE, tensors)
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -252,14 +261,10 @@ def _open_file(path: Path) -> Checkpoint:
 
         file = gguf_file.GGUFFile.open(path)
         raw = gguf_file.hf_config(file)
-        table = parameter_map.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else parameter_map.GGUF_TABLE
-        return Checkpoint(path, "gguf", config_keys.read_model(raw, str(path)), raw, table, file.tensors)
+        table = gguf_file.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else gguf_file.GGUF_TABLE
+        return Checkpoint(path, config_keys.read_model(raw, str(path)), raw, table, file.tensors)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: pass its folder, which must hold config.json, too")
     if path.suffix in safetensors_file.PICKLES:
         raise CheckpointError(f"{path}: pickled weights {safetensors_file.REFUSAL}")
     raise CheckpointError(f"{path}: not a folder and not a .gguf file")
-
-
-def _skeleton(config: ModelConfig, dtype: np.dtype) -> Skeleton:
-    return Skeleton.made_by(lambda rngs: Decoder(config, dtype=dtype, rngs=rngs))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints import orbax_folder
-from failfast_jax.checkpoints.drafter_keys import drafter_sign
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
 from failfast_jax.models.model_config import (
@@ -25,6 +24,28 @@ from failfast_jax.util.progress import warn_once
 
 MASK_TOKEN = "|<MASK>|"
 """Text of Fast-dLLM's mask token."""
+NESTED = ("dflash_config", "eagle_config")
+SHAPE = "transformer_layer_config"
+"""speculators': key of the layers' own configuration."""
+_DRAFTERS = re.compile(
+    r"D(Flash|Spark|Fly|Flare)|Domino|MTP|NextN|Draft|Speculator|[Gg]emma.*[Aa]ssistant"
+    r"|(?i:eagle|medusa|hydra|jetspec|hass|mlp_?speculator)"
+)
+"""Parts of the names of drafters' architectures and model types."""
+_DRAFTER_KEYS = ("medusa_num_heads", "hydra_num_heads", "jetspec_config", "speculators_config", SHAPE, *NESTED)
+_DRAFTER_KEYS += ("draft_vocab_size", "num_target_layers")
+
+
+def drafter_sign(raw: Mapping[str, Any]) -> str | None:
+    """The key and value by which a `config.json` is a drafter's; None: it is not."""
+    if raw.get("speculators_model_type") is not None:
+        return f"speculators_model_type {raw['speculators_model_type']}"
+    names = raw.get("architectures")
+    kinds = [("architectures", name) for name in (names if isinstance(names, list) else [])]
+    for key, name in (*kinds, ("model_type", raw.get("model_type"))):
+        if _DRAFTERS.search(str(name)):
+            return f"{key} {name}"
+    return next((f"the key {key!r}" for key in _DRAFTER_KEYS if raw.get(key)), None)
 
 
 def check_settings(folder: Path) -> None:
@@ -34,7 +55,7 @@ def check_settings(folder: Path) -> None:
     """
     config = folder / "config.json"
     raw = read_json(config) if is_regular_file(config) else {}
-    if not {"failfast_drafter", "borrow"} & raw.keys() and drafter_sign(raw) is None:
+    if "borrow" not in raw and drafter_sign(raw) is None:
         read_settings(folder, raw or None)
 
 
@@ -45,40 +66,41 @@ def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict
     their end-of-turn token only in the second); of the latter nothing else counts.
 
     Raises:
-      CheckpointError: there is none, or the weights are an adapter's or quantised.
+      CheckpointError: there is none, or the weights are quantised.
       ConfigError: a file is not valid JSON or the configuration cannot be served.
     """
-    where = folder / "config.json"
-    _check_is_model(folder)
+    where, generation_file = folder / "config.json", folder / "generation_config.json"
+    if not is_regular_file(where):
+        raise CheckpointError(f"{folder}: no config.json; {_missing_config(folder)}")
     raw = read_json(where) if raw is None else raw
     config_keys.check_not_quantised(raw, where)
-    generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     raw = _with_block_size(raw, generation, folder)
     config = config_keys.read_model(raw, str(where))
     config_keys.check(raw, config.max_position_embeddings, str(where))
     stops = config.eos_token_ids + config_keys.token_ids(generation, "eos_token_id", generation_file)
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
-    return raw, _with_mask_token(config, folder) if config.is_diffusion else config
+    if not config.is_diffusion:
+        return raw, config
+    usual = SDAR_MASK_TOKEN if config.model_type == SDAR_MODEL_TYPE else FAST_DLLM_MASK_TOKEN
+    mask = next(id for id in (config.mask_token_id, _tokenizer_mask(folder), usual) if id is not None)
+    if mask >= config.vocab_size:
+        problem = f"mask token {mask} is outside the vocabulary of {config.vocab_size}"
+        raise ConfigError(f"{where}: {problem}; set mask_token_id in config.json")
+    return raw, dataclasses.replace(config, mask_token_id=mask)
 
 
-def _check_is_model(folder: Path) -> None:
-    """Raises CheckpointError: an adapter's folder, or one without `config.json`."""
-    has_config, adapter = is_regular_file(folder / "config.json"), folder / "adapter_config.json"
-    if adapter.is_file() and (not has_config or list(folder.glob("adapter_model.*"))):
+def _missing_config(folder: Path) -> str:
+    """The advice for a folder without `config.json`."""
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
         base = read_json(adapter).get("base_model_name_or_path")
-        raise CheckpointError(
-            f"{folder}: a LoRA adapter for {base}, not a whole model; merge it with peft "
-            "(AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)) and pass FOLDER"
-        )
-    if has_config:
-        return
+        return f"a LoRA adapter for {base}: merge it with peft (merge_and_unload), save the model, pass its folder"
     if (folder / orbax_folder.PARAMS).is_dir():
-        raise CheckpointError(f"{folder}: an unfinished conversion (no config.json); run the conversion again")
-    hint = "expected a Hugging Face folder or one written by python -m convert"
+        return "an unfinished conversion; run the conversion again"
     if gguf := sorted(folder.glob("*.gguf")):
-        hint = f"to load a GGUF file pass its path, such as {gguf[0]}"
-    raise CheckpointError(f"{folder}: no config.json; {hint}")
+        return f"to load a GGUF file pass its path, such as {gguf[0]}"
+    return "expected a Hugging Face folder or one written by python -m convert"
 
 
 def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -100,31 +122,16 @@ def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder:
     return raw | {key: (*stated, usual)[0]}
 
 
-def _with_mask_token(config: ModelConfig, folder: Path) -> ModelConfig:
-    """Fills `mask_token_id` of a block-diffusion model: its configuration's, its tokenizer's, else its family's."""
-    usual = SDAR_MASK_TOKEN if config.model_type == SDAR_MODEL_TYPE else FAST_DLLM_MASK_TOKEN
-    mask = next(id for id in (config.mask_token_id, _tokenizer_mask(folder), usual) if id is not None)
-    if mask >= config.vocab_size:
-        raise ConfigError(
-            f"{folder / 'config.json'}: mask token {mask} is outside the vocabulary of {config.vocab_size}; set "
-            "mask_token_id in config.json"
-        )
-    return dataclasses.replace(config, mask_token_id=mask)
-
-
 def _tokenizer_mask(folder: Path) -> int | None:
     """Id of the token `|<MASK>|`, from whichever tokenizer file lists it."""
-    for name in ("tokenizer_config.json", "added_tokens.json", "tokenizer.json"):
-        raw = read_json(folder / name) if (folder / name).is_file() else {}
+    for file in (folder / name for name in ("tokenizer_config.json", "added_tokens.json", "tokenizer.json")):
+        raw = read_json(file) if file.is_file() else {}
         by_id, listed = raw.get("added_tokens_decoder"), raw.get("added_tokens")
         tokens = list(by_id.items()) if isinstance(by_id, dict) else []
         tokens += [(e.get("id"), e) for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
-        ids = [id for id, entry in tokens if isinstance(entry, dict) and entry.get("content") == MASK_TOKEN]
-        ids += [raw[MASK_TOKEN]] if name == "added_tokens.json" and MASK_TOKEN in raw else []
+        ids = [raw[MASK_TOKEN]] if MASK_TOKEN in raw else []
+        ids += [id for id, entry in tokens if isinstance(entry, dict) and entry.get("content") == MASK_TOKEN]
         if ids:
-            return values.number({MASK_TOKEN: _as_integer(ids[0])}, MASK_TOKEN, folder / name, least=0)
+            id = int(ids[0]) if str(ids[0]).isdecimal() and len(str(ids[0])) < 10 else ids[0]
+            return values.number({MASK_TOKEN: id}, MASK_TOKEN, file, least=0)
     return None
-
-
-def _as_integer(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value) else value

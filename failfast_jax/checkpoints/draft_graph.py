@@ -50,12 +50,10 @@ class DraftGraph:
 
         OptionError: there are fewer, or they are for blocks of another size.
         """
-        sizes, problem = (self.block_size, self.small_block_size), None
+        sizes, problem = (self.block_size, self.small_block_size), f"has {len(self.pair_sets)} states"
         if sizes != (block, small_block):
             problem = f"is for blocks of {sizes[0]} in parts of {sizes[1]}, not for {block} in parts of {small_block}"
-        elif count > len(self.pair_sets):
-            problem = f"has {len(self.pair_sets)} states"
-        if problem is not None:
+        if sizes != (block, small_block) or count > len(self.pair_sets):
             raise OptionError(f"--spiffy {count}: {self.where} {problem}: calibrate again with {COMMAND}")
         states = np.full((count, small_block), -1, np.int32)
         for row, pairs in enumerate(self.pair_sets[:count]):
@@ -105,11 +103,7 @@ def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
 
 
 def _is_state(state: Any, positions: int, ranks: int) -> bool:
-    pairs = state if isinstance(state, list) else []
-    return (
-        bool(pairs)
-        and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-        and all(values.is_number(first, int, 0, positions - 1) for first, _ in pairs)
-        and all(values.is_number(second, int, 0, ranks - 1) for _, second in pairs)
-        and len({first for first, _ in pairs}) == len(pairs)
-    )
+    if not isinstance(state, list) or not state or not all(isinstance(p, list) and len(p) == 2 for p in state):
+        return False
+    is_below = all(values.is_number(n, int, 0, most - 1) for pair in state for n, most in zip(pair, (positions, ranks)))
+    return is_below and len({position for position, _ in state}) == len(state)

@@ -17,11 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
-from failfast_jax.checkpoints.drafter_keys import FULL, Settings, integer, layer_numbers
-from failfast_jax.checkpoints.feature_drafter_folder import IGNORED, DrafterLayout
+from failfast_jax.checkpoints.drafter_folder import FULL, IGNORED, DrafterLayout, Settings, integer, layer_numbers
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.drafter_model import EAGLE
@@ -31,94 +27,78 @@ from failfast_jax.util import values
 from failfast_jax.util.progress import warn_once
 
 LLAMA, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
+ARCHITECTURES = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
 SPECULATORS = "eagle3"
 """`speculators_model_type` of these drafters."""
-PARALLEL = ("mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
-"""Keys of P-EAGLE's folders, which otherwise look like EAGLE-3's."""
 TRAINED_THETA = 10_000.0
 """The base frequency of the rotary embedding that EAGLE-3's first training code made, whatever `config.json` says."""
 
 
-class EagleLayout(DrafterLayout):
-    """EAGLE-3 drafters: one layer, which goes on from its own hidden states."""
+def _claims(raw: Mapping[str, Any]) -> bool:
+    if raw.get("speculators_model_type") is not None:
+        return raw["speculators_model_type"] == SPECULATORS
+    names = raw.get("architectures") or []
+    # SafeAILab's first folders call themselves Llama; a Llama has no draft vocabulary.
+    renamed = raw.get("model_type") == "llama" and "draft_vocab_size" in raw
+    return any(name in ARCHITECTURES for name in names) or (renamed and names in ([], ["LlamaForCausalLM"]))
 
-    kind = EAGLE
-    architectures = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
-    network = Eagle
-    borrowed = ("embed",)
 
-    def claims(self, raw: Mapping[str, Any]) -> bool:
-        if raw.get("speculators_model_type") is not None:
-            return raw["speculators_model_type"] == SPECULATORS
-        names = raw.get("architectures") or []
-        # SafeAILab's first folders call themselves Llama; a Llama has no draft vocabulary.
-        renamed = raw.get("model_type") == "llama" and "draft_vocab_size" in raw
-        return any(name in self.architectures for name in names) or (renamed and names in ([], ["LlamaForCausalLM"]))
-
-    def read_keys(self, settings: Settings, target: ModelConfig) -> EagleConfig:
-        where, raw, get = settings.where, settings.raw, settings.get
-        deepspec = settings.architecture == DEEPSPEC
-        if marks := [key for key in PARALLEL if raw.get(key) not in (None, False)]:
-            raise ConfigError(f"{where}: key {marks[0]!r} is P-EAGLE's, which drafts all tokens in one pass: not read")
-        layers = settings.feature_layers()
-        if layers is None and deepspec:
-            layers = get(layer_numbers, "target_layer_ids")
-        elif layers is None:
-            # EAGLE-3's own: the inputs of layers 2, N // 2 and N - 3 of N.
-            layers = 1, target.num_layers // 2 - 1, target.num_layers - 4
-            shown = ", ".join(map(str, layers))
-            warn_once(f"{where}: names no feature layers; read are EAGLE-3's own, the outputs of layers {shown}")
-        # A Llama of this name may give its target's number of layers; there is always one.
-        base = settings.base(
-            **{} if settings.is_nested or deepspec else {"model_type": "llama", "num_hidden_layers": 1}
+def _read_keys(settings: Settings, target: ModelConfig) -> EagleConfig:
+    where, raw, get = settings.where, settings.raw, settings.get
+    deepspec = settings.architecture == DEEPSPEC
+    layers = settings.feature_layers()
+    if layers is None and deepspec:
+        layers = get(layer_numbers, "target_layer_ids")
+    elif layers is None:
+        # EAGLE-3's own: the inputs of layers 2, N // 2 and N - 3 of N.
+        layers = 1, target.num_layers // 2 - 1, target.num_layers - 4
+        shown = ", ".join(map(str, layers))
+        warn_once(f"{where}: names no feature layers; read are EAGLE-3's own, the outputs of layers {shown}")
+    # A Llama of this name may give its target's number of layers; there is always one.
+    is_llama = not (settings.speculators or deepspec)
+    base = settings.base(**{"model_type": "llama", "num_hidden_layers": 1} if is_llama else {})
+    if base.num_layers != 1:
+        raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
+    theta = base.rope.theta
+    if settings.architecture == ANGELSLIM and theta != TRAINED_THETA and settings.rope_theta is None:
+        warn_once(
+            f"{where}: rope_theta {theta:g}, but drafters of this name were trained with {TRAINED_THETA:g}; try "
+            f"--rope-theta-drafter {TRAINED_THETA:g}"
         )
-        if base.num_layers != 1:
-            raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
-        theta = base.rope.theta
-        if settings.architecture == ANGELSLIM and theta != TRAINED_THETA and settings.rope_theta is None:
-            warn_once(
-                f"{where}: rope_theta {theta:g}, but drafters of this name were trained with {TRAINED_THETA:g}; try "
-                f"--rope-theta-drafter {TRAINED_THETA:g}"
-            )
-        if not get(values.flag, "is_causal", "causal", default=True):
-            raise ConfigError(f"{where}: is_causal false is not supported: an EAGLE-3 drafter sees what is before it")
-        each, together = get(values.flag, "fc_norm"), get(values.flag, "norm_before_fc")
-        if each and together:
-            raise ConfigError(f"{where}: fc_norm and norm_before_fc: keep one of them, features are normed once")
-        return EagleConfig(
-            base,
-            layers,
-            get(integer, "draft_vocab_size", most=base.vocab_size, default=base.vocab_size),
-            _chain(raw, deepspec, where),
-            normed_residual=get(values.flag, "norm_before_residual"),
-            feature_norms=EACH if each else TOGETHER if together else None,
-            normed_output=get(values.flag, "norm_output"),
-            sliding_window=_window(settings),
-        )
+    if not get(values.flag, "is_causal", "causal", default=True):
+        raise ConfigError(f"{where}: is_causal false is not supported: an EAGLE-3 drafter sees what is before it")
+    each, together = get(values.flag, "fc_norm"), get(values.flag, "norm_before_fc")
+    if each and together:
+        raise ConfigError(f"{where}: fc_norm and norm_before_fc: keep one of them, features are normed once")
+    return EagleConfig(
+        base,
+        layers,
+        get(integer, "draft_vocab_size", most=base.vocab_size, default=base.vocab_size),
+        _chain(raw, deepspec, where),
+        normed_residual=get(values.flag, "norm_before_residual"),
+        feature_norms=EACH if each else TOGETHER if together else None,
+        normed_output=get(values.flag, "norm_output"),
+        sliding_window=_window(settings),
+    )
 
-    def table(self, config: EagleConfig, names: Iterable[str]) -> Table:
-        # The layer is `midlayer` where the tensors have that name.
-        prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.{layer}."
-        features = range(len(config.feature_layers))
-        return Table(
-            {
-                "embed_tokens.weight": Fills("embed"),
-                **{f"fc_norm.{index}.weight": Fills(f"feature_norms.{index}.weight") for index in features},
-                "input_norm.weight": Fills("features_norm.weight"),
-                "fc.weight": Fills("fc.weight"),
-                **in_layers(prefix),
-                prefix + "hidden_norm.weight": Fills("layers.{layer}.hidden_norm.weight"),
-                "norm.weight": Fills("norm.weight"),
-                "lm_head.weight": Fills("head.weight"),
-            },
-            ignored=IGNORED,
-        )
 
-    def bound(
-        self, network: Eagle, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]
-    ) -> BoundEagle:
-        ids = jax.device_put(np.arange(network.config.base.vocab_size, dtype=np.int32)) if ids is None else ids
-        return BoundEagle(network, weights["embed"], ids, shared)
+def _table(config: EagleConfig, names: Iterable[str]) -> Table:
+    # The layer is `midlayer` where the tensors have that name.
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.{layer}."
+    features = range(len(config.feature_layers))
+    return Table(
+        {
+            "embed_tokens.weight": Fills("embed"),
+            **{f"fc_norm.{index}.weight": Fills(f"feature_norms.{index}.weight") for index in features},
+            "input_norm.weight": Fills("features_norm.weight"),
+            "fc.weight": Fills("fc.weight"),
+            **in_layers(prefix),
+            prefix + "hidden_norm.weight": Fills("layers.{layer}.hidden_norm.weight"),
+            "norm.weight": Fills("norm.weight"),
+            "lm_head.weight": Fills("head.weight"),
+        },
+        ignored=IGNORED,
+    )
 
 
 def _window(settings: Settings) -> int | None:
@@ -139,5 +119,5 @@ def _chain(raw: Mapping[str, Any], deepspec: bool, where: str) -> int | None:
     return integer(first, "speculative_tokens", where, default=None) if isinstance(first, Mapping) else None
 
 
-EAGLE_LAYOUT = EagleLayout()
+EAGLE_LAYOUT = DrafterLayout(EAGLE, ARCHITECTURES, _claims, Eagle, ("embed",), _read_keys, _table, BoundEagle)
 load_eagle = EAGLE_LAYOUT.load

@@ -10,19 +10,19 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from failfast_jax.checkpoints import safetensors_file
+from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
-from failfast_jax.checkpoints.feature_drafter_folder import cast, layer_keys, write_folder
-from failfast_jax.checkpoints.parameter_map import HF_TABLE, Fills, ReadPlan, make_plan, stored_tensors
-from failfast_jax.checkpoints.parameters import Skeleton, check_layers
+from failfast_jax.checkpoints.drafter_folder import layer_keys, write_folder
+from failfast_jax.checkpoints.parameter_map import HF_TABLE, Fills, stored_tensors
+from failfast_jax.checkpoints.safetensors_file import folder_tensors
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.borrowed import with_borrowed
 from failfast_jax.models.config_keys import LARGEST
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util.values import number
@@ -70,7 +70,7 @@ def save_fast_dllm(
       config: of `as_fast_dllm`.
       params: all parameters of its `Decoder`, by path.
       tokenizer: written beside them, with the mask token added where its id is the next one, as in the release.
-      storage: one of `feature_drafter_folder.STORAGES`.
+      storage: one of `drafter_folder.STORAGES`.
       extra: joins `config.json`.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,6 @@ def save_fast_dllm(
         if len(tokenizer) == config.mask_token_id:
             tokenizer.add_tokens([MASK_TOKEN], special_tokens=True)
         tokenizer.save_pretrained(folder)
-    tensors = stored_tensors(HF_TABLE, cast(params, storage), config)
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     keys = _config_dict(config, storage) | {
         "auto_map": {
             "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
@@ -88,7 +86,7 @@ def save_fast_dllm(
         },
         "mask_token_id": config.mask_token_id,
     }
-    write_folder(folder, keys, tensors, extra)
+    write_folder(folder, keys, stored_tensors(HF_TABLE, params, config), storage, extra)
 
 
 def save_borrowing(
@@ -105,36 +103,49 @@ def save_borrowing(
     Args:
       config: of `target.with_mask_row`.
       params: of its layers and final norm, by path, and `mask` `[E]`.
-      storage: one of `feature_drafter_folder.STORAGES`.
+      storage: one of `drafter_folder.STORAGES`.
       extra: joins `config.json`.
     """
     shape = dataclasses.replace(config, vocab_size=target.vocab_size)
     keys = _config_dict(shape, storage) | {BORROW: True, "target": target.shape_key()}
-    tensors = stored_tensors(BORROWING_TABLE, cast(params, storage), config)
-    write_folder(folder, keys, {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, extra)
+    write_folder(folder, keys, stored_tensors(BORROWING_TABLE, params, config), storage, extra)
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenedBorrower:
-    """A drafter that borrows from its target; configuration and headers have been read, and its weights have not.
+class OpenedBorrower(NamedTuple):
+    """A drafter that borrows from its target; its network has one token more than the target: the mask."""
 
-    Attributes:
-      config: of its network, which has one token more than the target: the mask.
-      shapes: of its own parameters, by name.
-    """
+    checkpoint: Checkpoint
 
-    config: ModelConfig
-    shapes: dict[str, tuple[int, ...]]
-    plan: ReadPlan
+    def load(self, target: Decoder) -> Decoder:
+        """Reads the drafter, in the dtype of its target; CheckpointError: NaN or infinity in a tensor."""
+        values = self.checkpoint.read(self.checkpoint.kept_dtypes(np.dtype(target.dtype)))
+        mask = values.pop("mask")
+        return with_borrowed(self.checkpoint.skeleton(target.dtype).filled(values), target, mask)
 
-    @classmethod
+
+class BorrowingLayout:
+    """Folders of `save_borrowing`; as `drafter_folder.DrafterLayout`, without features of the target."""
+
+    kind = BLOCK_DIFFUSION
+    architectures = ()
+
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        """True for the `config.json` of such a drafter."""
+        return raw.get(BORROW) is True
+
     def open(
-        cls, folder: Path, raw: Mapping[str, Any], target: ModelConfig, target_name: str = "the target"
+        self,
+        folder: Path,
+        raw: Mapping[str, Any],
+        target: ModelConfig,
+        target_name: str = "the target",
+        rope_theta: float | None = None,
     ) -> OpenedBorrower:
-        """Opens a folder of `save_borrowing`.
+        """Opens a drafter of a target; its weights are not read.
 
         Args:
           raw: its `config.json`.
+          rope_theta: without effect: the target's counts.
 
         Raises:
           CheckpointError: missing, unexpected or mis-shaped tensors.
@@ -151,31 +162,14 @@ class OpenedBorrower:
                 )
         layers = number(raw, "num_hidden_layers", where, most=LARGEST["num_hidden_layers"])
         block = number(raw, "bd_size", where, least=2, most=target.max_position_embeddings)
-        tensors = safetensors_file.folder_tensors(folder)
-        check_layers(tensors, layers, folder)
-        config = target.with_mask_row(layers, block)
-        shapes = {name: shape for name, shape in _skeleton(config).shapes.items() if not _is_borrowed(name)}
-        shapes["mask"] = (target.hidden_size,)
-        return cls(config, shapes, make_plan(BORROWING_TABLE, shapes, tensors, config, folder))
-
-    def load(self, target: Decoder) -> Decoder:
-        """Reads the drafter, in the dtype of its target.
-
-        Raises:
-          CheckpointError: NaN or infinity in a tensor.
-        """
-        dtype = np.dtype(target.dtype)
-        params = {name: jax.device_put(self.plan.read(name, shape, dtype)) for name, shape in self.shapes.items()}
-        mask = params.pop("mask")
-        return with_borrowed(_skeleton(self.config, target.dtype).filled(params), target, mask)
+        config, outside = target.with_mask_row(layers, block), {"mask": (target.hidden_size,)}
+        tensors, parts = folder_tensors(folder), ("embed", "head")
+        opened = Checkpoint(folder, config, raw, BORROWING_TABLE, tensors, outside=outside, borrowed=parts)
+        opened.check()
+        return OpenedBorrower(opened)
 
 
-def _skeleton(config: ModelConfig, dtype: Any = np.float32) -> Skeleton:
-    return Skeleton.made_by(lambda rngs: Decoder(config, dtype=dtype, rngs=rngs))
-
-
-def _is_borrowed(parameter: str) -> bool:
-    return parameter.split(".")[0] in ("embed", "head")
+BORROWING_LAYOUT = BorrowingLayout()
 
 
 def _config_dict(config: ModelConfig, storage: str) -> dict[str, Any]:

@@ -19,8 +19,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
-from failfast_jax.checkpoints.parameter_map import StoredTensor
-from failfast_jax.checkpoints.parameters import is_finite, not_finite
+from failfast_jax.checkpoints.parameter_map import HF_TABLE, StoredTensor, Table, is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import read_array
 from failfast_jax.errors import CheckpointError, quoted
 from failfast_jax.models import config_keys
@@ -49,6 +48,21 @@ POSITIVE = {"least": values.SMALLEST_FLOAT, "most": values.LARGEST_FLOAT}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _PLAIN = {Quant.F32: np.dtype(np.float32), Quant.F16: np.dtype(np.float16), Quant.BF16: np.dtype(ml_dtypes.bfloat16)}
+
+_NAMES = gguf.TensorNameMap(gguf.MODEL_ARCH.QWEN3, 1)
+
+
+def _llama_cpp_name(name: str) -> str:
+    """llama.cpp's name of a tensor: `model.layers.{layer}.mlp.up_proj.{leaf}` is `blk.{layer}.ffn_up.{leaf}`."""
+    mapped = _NAMES.get_name(name.format(layer=0, leaf="weight"), (".weight",)).replace("blk.0.", "blk.{layer}.")
+    return mapped.removesuffix("weight") + name.rpartition(".")[2]
+
+
+GGUF_TABLE = Table(
+    {_llama_cpp_name(name): fills for name, fills in HF_TABLE.tensors.items()},
+    ignored=r"rope_freqs\.weight",  # read with the configuration
+)
+GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"queries", "keys"}))
 
 
 @dataclasses.dataclass(frozen=True)

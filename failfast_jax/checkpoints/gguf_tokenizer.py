@@ -7,6 +7,8 @@ differ (llama.cpp never normalises Unicode, say), the latter counts.
 from __future__ import annotations
 
 import dataclasses
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from failfast_jax.checkpoints.gguf_file import GGUFFile
@@ -23,56 +25,8 @@ _LONGEST_TOKEN = 1024
 _SPACE = "\u2581"
 """SentencePiece writes a space so."""
 
-# How text is cut into words, which are merged each on their own.
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_DIGIT = r"\p{N}"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|DIGITS| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
-_SEED_CODER = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}"
-_LOWER, _UPPER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+SUFFIX|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*SUFFIX|DIGITS"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
-)
-_DEEPSEEK_V3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
-    + _TAIL
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PreTokenizer:
-    """A pre-tokenizer of llama.cpp: regular expressions, each of which cuts what the one before it left."""
-
-    splits: tuple[str, ...]
-    whole_words: bool = False  # a word that is a token is taken without merging
-    add_bos: bool = False  # where the metadata do not say
-    nfc: bool = False  # text is brought to Unicode's normal form C
-
-
-_DEFAULT = _PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
-_WORDS = _PreTokenizer((_GPT2,))
-_DIGITS_AND_WORDS = _PreTokenizer((_DIGIT, _GPT2))
-_QWEN2 = _PreTokenizer((_CL100K.replace("DIGITS", r"\p{N}"),), nfc=True)
-_LLAMA3 = _PreTokenizer((_CL100K.replace("DIGITS", r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
-_PRE_TOKENIZERS = {
-    "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "trillion"), _WORDS),
-    **dict.fromkeys(("smollm", "minerva-7b", "refact", "starcoder"), _DIGITS_AND_WORDS),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "megrez": dataclasses.replace(_QWEN2, nfc=False),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3),
-    "tekken": _PreTokenizer(
-        (_O200K.replace("SUFFIX", "").replace("DIGITS", r"\p{N}"),), whole_words=True, add_bos=True
-    ),
-    "gpt-4o": _PreTokenizer((_O200K.replace("SUFFIX", f"{_CONTRACTIONS}?").replace("DIGITS", r"\p{N}{1,3}"),)),
-    "seed-coder": _PreTokenizer((_SEED_CODER,)),
-    "deepseek-coder": _PreTokenizer(
-        ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", _DIGIT)
-    ),
-    "deepseek-v3": _PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)),
-}
+with (Path(__file__).parents[1] / "assets" / "pre_tokenizers.toml").open("rb") as _file:
+    _PRE_TOKENIZERS = {name: rule for rule in tomllib.load(_file)["rules"] for name in rule["names"]}
 
 
 def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
@@ -88,10 +42,17 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: tokenizer model {quoted(kind)} is not supported (supported: 'llama', SentencePiece's BPE; "
             "'gpt2', byte-level BPE); use the model's Hugging Face folder"
         )
+    from tokenizers import AddedToken
+
     vocabulary = _read_vocabulary(file, {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {})
     try:
         backend = _sentencepiece(vocabulary) if kind == "llama" else _byte_level(vocabulary)
-        _add_tokens(backend, vocabulary)
+        # The tokens that stand in the text as they are.
+        kinds = {token: vocabulary.types[id] for token, id in vocabulary.ids.items()}
+        literal = {token: kind for token, kind in kinds.items() if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
+        backend.add_tokens(
+            [AddedToken(token, special=kind != _USER_DEFINED, normalized=False) for token, kind in literal.items()]
+        )
     except BaseException as error:  # the Rust library raises bare Exceptions and panics
         if isinstance(error, InputError) or not is_failure(error):
             raise
@@ -151,19 +112,6 @@ def _read_vocabulary(file: GGUFFile, defaults: dict[str, int]) -> _Vocabulary:
     if twice := [token for token, id in used if vocabulary.ids[token] != id]:
         raise vocabulary.error(f"the token {quoted(twice[0])} twice")
     return vocabulary
-
-
-def _add_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Adds the tokens that stand in the text as they are."""
-    from tokenizers import AddedToken
-
-    backend.add_tokens(
-        [
-            AddedToken(token, special=vocabulary.types[id] != _USER_DEFINED, normalized=False)
-            for token, id in vocabulary.ids.items()
-            if vocabulary.types[id] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        ]
-    )
 
 
 def _frame(vocabulary: _Vocabulary, add_bos: bool):
@@ -236,18 +184,19 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
             f"{', '.join(_PRE_TOKENIZERS)}); use the model's Hugging Face folder"
         )
     rule = _PRE_TOKENIZERS[name]
-    model = models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges(), ignore_merges=rule.whole_words)
-    backend = Tokenizer(model)
-    if rule.nfc:
+    merges, whole_words = vocabulary.merges(), rule.get("whole_words", False)
+    backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=whole_words))
+    if rule.get("nfc"):
         backend.normalizer = normalizers.NFC()
     splits = [
-        pre_tokenizers.Digits(individual_digits=True)
-        if split == _DIGIT
+        pre_tokenizers.Digits(individual_digits=True)  # the same, faster
+        if split == r"\p{N}"
         else pre_tokenizers.Split(Regex(split), behavior="isolated")
-        for split in rule.splits
+        for split in rule["splits"]
     ]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = _frame(vocabulary, rule.add_bos) or processors.ByteLevel(trim_offsets=False)
+    frame = _frame(vocabulary, rule.get("add_bos", False))
+    backend.post_processor = frame or processors.ByteLevel(trim_offsets=False)
     return backend

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
-from failfast_jax.checkpoints.drafter_keys import drafter_sign
+from failfast_jax.checkpoints.config_file import drafter_sign
 from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
-from failfast_jax.checkpoints.fast_dllm_folder import BORROW, OpenedBorrower
-from failfast_jax.checkpoints.feature_drafter_folder import DrafterLayout
+from failfast_jax.checkpoints.fast_dllm_folder import BORROWING_LAYOUT
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.errors import CheckpointError, ConfigError, OptionError
+from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU, device_of, refusal, unserved
 from failfast_jax.models import sharding
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK, Kind
@@ -29,22 +26,13 @@ from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import progress, values
 from failfast_jax.util.files import is_regular_file, read_json
 
-LAYOUTS: tuple[DrafterLayout, ...] = (EAGLE_LAYOUT, BLOCK_LAYOUT)
-"""Drafters that read their target's hidden states."""
+LAYOUTS = (BORROWING_LAYOUT, EAGLE_LAYOUT, BLOCK_LAYOUT)
+"""Drafters that are no models without their target."""
 DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len")
 FORMER_OPTIONS = ("lookup_min", "min_gain", "policy")
 """Options that folders of earlier versions may hold, too: without effect."""
 CHANCES = "chances"
 """Key of `config.json`: how often tokens of each bin of confidence were right when the drafter was made."""
-FORMER_DRAFTER = "failfast_drafter"
-"""Key of `config.json` in standalone drafters of before."""
-
-
-class Fit(NamedTuple):
-    """The shape of the layers of a drafter that fits a target, and the number of parameters that its files hold."""
-
-    config: ModelConfig
-    parameters: int
 
 
 class ModelFolder:
@@ -53,7 +41,7 @@ class ModelFolder:
     Attributes:
       name: the source as it was named, for messages.
       raw: `config.json`; None: there is none.
-      layout: of a drafter that reads its target's hidden states; None for other models.
+      layout: one of `LAYOUTS`; None for a whole model.
 
     Raises:
       CheckpointError: nothing is there.
@@ -65,35 +53,17 @@ class ModelFolder:
         config = self.path / "config.json"
         self.where = str(config)
         self.raw = read_json(config) if is_regular_file(config) else None
-        if self.raw is not None and FORMER_DRAFTER in self.raw:
-            raise ConfigError(
-                f"{self.name}: a standalone drafter in a layout that is no longer read; the command that trained it, "
-                "run again, writes it anew from its last checkpoint"
-            )
-        self.is_standalone = self.raw is not None and self.raw.get(BORROW) is True
-        self.layout = None if self.raw is None or self.is_standalone else self._find_layout(self.raw)
+        self.layout = None if self.raw is None else self._find_layout(self.raw)
 
-    def _find_layout(self, raw: dict[str, Any]) -> DrafterLayout | None:
+    def _find_layout(self, raw: dict[str, Any]) -> Any:
         if not isinstance(names := raw.get("architectures") or [], list):
             raise values.refusal(raw, "architectures", self.where, "must be a list")
         raw = raw | {"architectures": [str(name) for name in names]}
-        if layout := next((layout for layout in LAYOUTS if layout.claims(raw)), None):
-            return layout
-        sign = drafter_sign(raw)
-        if sign is None and raw.get("num_hidden_layers") == 1 and self._has_eagles_tensors():
-            sign = "tensors of EAGLE-1, EAGLE-2 or HASS"
-        if sign is not None:
+        layout = next((layout for layout in LAYOUTS if layout.claims(raw)), None)
+        if layout is None and (sign := drafter_sign(raw)) is not None:
             read = ", ".join(name for layout in reversed(LAYOUTS) for name in layout.architectures)
             raise ConfigError(f"{self.name}: drafters with {sign} are not read (read are {read})")
-        return None
-
-    def _has_eagles_tensors(self) -> bool:
-        """True if the tensors are those of EAGLE's first generations, whose configuration is a Llama's."""
-        try:
-            names = safetensors_file.folder_tensors(self.path, safetensors_file.DTYPES | safetensors_file.INTEGERS)
-        except CheckpointError:  # whoever reads it says so
-            return False
-        return "fc.weight" in names and not any(name.startswith("model.") for name in names)
+        return layout
 
     @functools.cached_property
     def checkpoint(self) -> Checkpoint:
@@ -103,14 +73,14 @@ class ModelFolder:
     @property
     def borrows(self) -> bool:
         """True for a drafter that is no model without its target."""
-        return self.is_standalone or self.layout is not None
+        return self.layout is not None
 
     @functools.cached_property
     def kind(self) -> Kind:
         """The kind of model that it drafts as."""
         if self.layout is not None:
             return self.layout.kind
-        return BLOCK_DIFFUSION if self.is_standalone or self.checkpoint.config.is_diffusion else AUTOREGRESSIVE
+        return BLOCK_DIFFUSION if self.checkpoint.config.is_diffusion else AUTOREGRESSIVE
 
     @property
     def method(self) -> str:
@@ -145,22 +115,16 @@ class ModelFolder:
         if self.borrows:
             raise ConfigError(f"{self.name}: a drafter, which cannot be a target; name it with --drafter, and a target")
 
-    def fit(self, target: ModelConfig, target_name: str) -> Fit:
-        """Checks a drafter against its target without reading the weights, with the errors of loading."""
-        if self.is_standalone:
-            opened = OpenedBorrower.open(self.path, self.raw, target, target_name)
-            return Fit(opened.config, sum(map(math.prod, opened.shapes.values())))
-        if self.layout is not None:
-            opened = self.layout.open(self.path, target, target_name, raw=self.raw)
-            return Fit(opened.config.base, sum(map(math.prod, opened.shapes.values())))
-        self.checkpoint.check()
-        return Fit(self.checkpoint.config, self.checkpoint.num_parameters())
+    def open_drafter(self, target: ModelConfig, target_name: str, rope_theta: float | None = None) -> Any:
+        """Opens a drafter that borrows from its target; see `DrafterLayout.open`."""
+        return self.layout.open(self.path, self.raw, target, target_name, rope_theta)
 
-    def load_borrowing(self, target: Decoder, target_name: str, rope_theta: float | None = None) -> Any:
-        """Reads a drafter that borrows from a target; errors are those of `fit`."""
-        if self.is_standalone:
-            return OpenedBorrower.open(self.path, self.raw, target.config, target_name).load(target)
-        return self.layout.load(self.path, target, target_name, rope_theta, self.raw)
+    def fit(self, target: ModelConfig, target_name: str) -> Checkpoint:
+        """Checks a drafter against its target without reading the weights, with the errors of loading."""
+        if self.borrows:
+            return self.open_drafter(target, target_name).checkpoint
+        self.checkpoint.check()
+        return self.checkpoint
 
     def load(
         self,

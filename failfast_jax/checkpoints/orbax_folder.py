@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from failfast_jax.checkpoints.parameters import check_finite, misfits
+from failfast_jax.checkpoints.parameter_map import not_finite
 from failfast_jax.errors import CheckpointError
 from failfast_jax.util.files import orbax_path
 
@@ -31,39 +32,46 @@ def save_params(folder: Path, params: Mapping[str, jax.Array]) -> None:
     """Writes the Orbax part of a folder: plain, uncompressed arrays.
 
     Raises:
-      CheckpointError: it cannot be read again.
+      CheckpointError: it cannot be written, or not read again.
       ConfigError: see `files.orbax_path`.
     """
     import orbax.checkpoint as ocp
 
-    with _checkpointer(params.values()) as checkpointer:
-        checkpointer.save(orbax_path(folder / PARAMS), ocp.args.PyTreeSave(unflatten_dict(params, sep=".")))
-    check(folder, params)
+    path = folder / PARAMS
+    with _checkpointer(params.values()) as checkpointer, _naming(path, "written"):
+        checkpointer.save(orbax_path(path), ocp.args.PyTreeSave(unflatten_dict(params, sep=".")))
+    check(folder, stored_params(folder), {name: param.shape for name, param in params.items()})
 
 
-def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Restores parameters, cast to the wanted dtypes while they are read.
+def load_params(
+    folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Restores the parameters of `stored_params`, cast to the wanted dtypes while they are read.
 
-    CheckpointError: the folder is incomplete or damaged, or its parameters are not the wanted ones, or not finite.
+    CheckpointError: the folder is damaged, or its parameters are not finite.
     """
     import orbax.checkpoint as ocp
 
-    stored, path, target = check(folder, wanted), folder / PARAMS, unflatten_dict(wanted, sep=".")
+    path, target = folder / PARAMS, unflatten_dict(wanted, sep=".")
     # Orbax counts bytes as they are stored or as they are wanted, whichever comes later: allow for both.
-    with _checkpointer([*stored.values(), *wanted.values()]) as checkpointer, _naming(path):
+    with _checkpointer([*stored.values(), *wanted.values()]) as checkpointer, _naming(path, "read"):
         restore_args = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.PyTreeRestore(target, restore_args=restore_args)
         values = flatten_dict(checkpointer.restore(orbax_path(path), args=args), sep=".")
-    check_finite(values, path)
+    for name, finite in jax.device_get({name: _is_finite(value) for name, value in values.items()}).items():
+        if not finite:
+            raise not_finite(name, path)
     return values
 
 
-def check(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) -> dict[str, Any]:
-    """Checks names and shapes against the wanted ones; returns and raises what `stored_params` does."""
-    stored = stored_params(folder)
-    if problems := misfits(stored, wanted):
-        raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {problems}")
-    return stored
+def check(folder: Path, stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks what `stored_params` returns; CheckpointError: it has other names or shapes."""
+    problems = [f"{name} is missing" for name in shapes if name not in stored]
+    problems += [f"{name} is unexpected" for name in stored if name not in shapes]
+    both = [(name, list(stored[name].shape), list(shapes[name])) for name in shapes if name in stored]
+    problems += [f"{name} is {shape}, not {other}" for name, shape, other in both if shape != other]
+    if problems:
+        raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {', '.join(problems[:5])}")
 
 
 def stored_params(folder: Path) -> dict[str, Any]:
@@ -71,7 +79,7 @@ def stored_params(folder: Path) -> dict[str, Any]:
     path = folder / PARAMS
     if not path.is_dir():
         raise CheckpointError(f"{folder}: incomplete: {PARAMS}/ is missing; convert the model again")
-    with _checkpointer(()) as checkpointer, _naming(path):
+    with _checkpointer(()) as checkpointer, _naming(path, "read"):
         return flatten_dict(checkpointer.metadata(orbax_path(path)).item_metadata.tree, sep=".")
 
 
@@ -85,10 +93,13 @@ def _checkpointer(params: Iterable[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax raises whatever its storage layers raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         reason = reason.partition("See full TensorStore details")[0].rstrip(" .;")  # how, is for programmers
-        raise CheckpointError(f"{path}: cannot be read ({reason}); convert the model again") from error
+        raise CheckpointError(f"{path}: cannot be {verb} ({reason}); convert the model again") from error
+
+
+_is_finite = jax.jit(lambda array: jnp.isfinite(array).all())

@@ -16,6 +16,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU, device_of, refusal
 from failfast_jax.load_options import LoadOptions
 from failfast_jax.models import quantization, sharding
+from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import processes
@@ -55,7 +56,7 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     platform = device_of(attention).platform
     dtype = as_dtype(options.dtype, platform)
     source, drafter_source = (ModelFolder(model) if is_path(model) else None for model in (target, drafter))
-    if theta is not None and (drafter_source is None or drafter_source.layout is None):
+    if theta is not None and (drafter_source is None or drafter_source.kind not in (FEATURE_BLOCK, EAGLE)):
         raise OptionError(
             f"--rope-theta-drafter {theta}: only for the folder of a drafter that reads its target's features"
         )
@@ -78,7 +79,7 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     if drafter_source is not None:
         decoding, chances = drafter_source.decoding(platform), drafter_source.chances
         if drafter_source.borrows:
-            drafting = drafter_source.load_borrowing(model, target_name, theta)
+            drafting = drafter_source.open_drafter(model.config, target_name, theta).load(model)
         else:
             flags = {"is_drafter": True, "quantize": options.quantize_drafter, "attention": attention}
             drafting, drafter_tokenizer = drafter_source.load(dtype, mesh, **flags)

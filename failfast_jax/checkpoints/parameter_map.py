@@ -1,4 +1,4 @@
-"""From checkpoint tensors to decoder parameters: the tables, the checks and the copying.
+"""From checkpoint tensors to parameters: the tables, the checks, the copying, and the model that they fill.
 
 Fused parameters are filled part by part, in small pieces, so that the host holds one parameter at a time, and no copy.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import ml_dtypes
 import numpy as np
+from flax import nnx
 
-from failfast_jax.checkpoints.parameters import is_finite, not_finite
-from failfast_jax.errors import CheckpointError
-from failfast_jax.kernels import row_operations
+from failfast_jax.errors import CheckpointError, named
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
 
@@ -25,6 +26,9 @@ from failfast_jax.models.sharding import Block
 PIECE = 2**16
 # Of those that are read to where they stay, and checked there: each costs a system call or three.
 DIRECT_PIECE = 2**18
+# The exponent's bits, all set in NaN and infinity. numpy's `isfinite` is slow for types of 16 bits.
+_EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d{1,9})\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,31 +108,6 @@ HF_TABLE = Table(
     },
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
-_LLAMA_CPP = {
-    "model.embed_tokens": "token_embd",
-    "model.layers": "blk",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    **{f"self_attn.{name}": f"attn_{name[0]}" for name in ("q_proj", "k_proj", "v_proj")},
-    **{f"self_attn.{name}": f"attn_{name}" for name in ("q_norm", "k_norm")},
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
-}
-"""llama.cpp's words for those of Hugging Face's names."""
-
-
-def llama_cpp_name(name: str) -> str:
-    """llama.cpp's name of a tensor: `model.layers.0.mlp.up_proj.weight` is `blk.0.ffn_up.weight`."""
-    return re.sub("|".join(map(re.escape, sorted(_LLAMA_CPP, key=len, reverse=True))), lambda m: _LLAMA_CPP[m[0]], name)
-
-
-GGUF_TABLE = Table(
-    {llama_cpp_name(name): fills for name, fills in HF_TABLE.tensors.items()},
-    ignored=r"rope_freqs\.weight",  # read with the configuration
-)
-GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"queries", "keys"}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,17 +116,8 @@ class ReadPlan:
 
     config: ModelConfig
     table: Table
-    sources: dict[str, list[tuple[str, StoredTensor]]]
-    """By parameter: the parts that tensors fill, and the tensors."""
-
-    def kept_dtype(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.dtype:
-        """The dtype that a parameter has in a model in `dtype`; see `row_operations.kept_dtype`."""
-        stored = {tensor.dtype for _, tensor in self.sources[parameter]}
-        return kept_dtype(parameter, shape, stored.pop() if len(stored) == 1 else dtype, dtype)
-
-    def read(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """A whole parameter of a model in `dtype`, as it is held; see `assemble`."""
-        return self.assemble(parameter, shape, self.kept_dtype(parameter, shape, dtype))
+    sources: dict[str, list[tuple[str, Any]]]
+    """By parameter: the parts that tensors fill, and each `StoredTensor`, or Orbax's description of an array."""
 
     def assemble(
         self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None
@@ -166,12 +136,6 @@ class ReadPlan:
                 fill(tensor, start, segment, self.config.head_dim if interleaved else None, columns)
                 start += segment.shape[0]
         return out
-
-
-def kept_dtype(parameter: str, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.dtype:
-    """The dtype that a parameter, by name, has in a model in `dtype`: matrices of products may stay as stored."""
-    of_products = parameter in ("embed", "head") or parameter.endswith(".weight")
-    return row_operations.kept_dtype(shape, stored, dtype) if of_products else dtype
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -242,10 +206,10 @@ def make_plan(
     return ReadPlan(config, table, sources)
 
 
-def stored_tensors(table: Table, params: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+def stored_tensors(table: Table, params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
     """Turns parameters by their paths into a checkpoint's tensors by their names: the inverse of `make_plan`."""
     return {
-        name: np.concatenate(segments_of(params[path], part, config))
+        name: np.concatenate(segments_of(np.asarray(params[path]), part, config))
         for name, path, part in table.entries(config.num_layers)
         if path in params
     }
@@ -282,3 +246,73 @@ def fill(
             if is_finite(values):
                 raise CheckpointError(f"{tensor.file}: tensor {tensor.name} exceeds the range of {out.dtype.name}")
             raise not_finite(tensor.name, tensor.file)
+
+
+def check_layers(names: Iterable[str], layers: int, where: Path) -> None:
+    """Compares how many layers a configuration names with the tensors' names, before anything of that size is built.
+
+    Raises:
+      CheckpointError: most layers have no tensor.
+    """
+    stored = {int(match[1]) for name in names if (match := _LAYER_NUMBER.search(name))}
+    if layers > 2 * len(stored) + 64:  # what few layers lack is named tensor by tensor
+        raise CheckpointError(
+            f"{where}: missing tensors: the configuration names {layers} layers, and {len(stored)} are there"
+        )
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """True if an array of floats holds neither NaN nor infinity."""
+    exponent = _EXPONENTS.get(values.dtype)
+    if exponent is None:
+        return bool(np.isfinite(values).all())
+    return not ((values.view(np.uint16) & exponent) == exponent).any()
+
+
+def not_finite(name: str, file: Path) -> CheckpointError:
+    """The error for a tensor with such values."""
+    return CheckpointError(
+        f"{file}: tensor {named(name)} holds NaN or infinite values; the file is damaged, or the model was when it was "
+        "saved"
+    )
+
+
+class _SameKey(nnx.Rngs):
+    """Random streams of an abstract module. Counters, as in `nnx.Rngs`, would make tracing quadratic in the layers."""
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """An abstract module, taken apart; `leaves`: its parameters by path, names and numbers joined by dots."""
+
+    graph: Any
+    leaves: dict[str, nnx.Variable]
+    _paths: dict[str, tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, module: nnx.Module) -> Skeleton:
+        """Takes an abstract module apart."""
+        graph, state = nnx.split(module)
+        paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
+        return cls(graph, {name: leaf for name, (_, leaf) in zip(paths, nnx.to_flat_state(state))}, paths)
+
+    @classmethod
+    def made_by(cls, make: Callable[[nnx.Rngs], nnx.Module]) -> Skeleton:
+        """Takes apart the module that a function makes, given random streams; nothing is computed."""
+        return cls.of(nnx.eval_shape(lambda: make(_SameKey(0))))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters by name."""
+        return {name: tuple(leaf.shape) for name, leaf in self.leaves.items()}
+
+    def filled(self, values: Mapping[str, jax.Array]) -> Any:
+        """The module with these parameters; those that are not among them stay abstract."""
+        flat = {
+            self._paths[name]: leaf.replace(values[name]) if name in values else leaf
+            for name, leaf in self.leaves.items()
+        }
+        return nnx.merge(self.graph, nnx.from_flat_state(flat))

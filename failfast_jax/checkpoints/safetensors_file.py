@@ -1,4 +1,4 @@
-"""Safetensors files, read by ranges of rows.
+"""Safetensors files and folders of them, read by ranges of rows, under the names that other programs give tensors.
 
 The `safetensors` library validates the header (8 bytes of its length, JSON, then the tensors without gaps). The bytes
 are read here, straight into arrays that are there: the library gives no bfloat16 in numpy, and its mapped pages would
@@ -7,12 +7,10 @@ count as the process's memory.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -37,10 +35,18 @@ INTEGERS = {
 }
 LARGEST_RANK = 16
 """Axes of a tensor: numpy has no arrays with more than 64."""
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_WRAPPERS = re.compile(
+    r"(^|\.)(?:(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)\.)+"
+)
+"""Words that torch.compile, DataParallel, FSDP, activation checkpointing and peft (merged) put into names."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-REFUSAL = "are refused because unpickling runs whatever code the file contains; use a safetensors version of the model"
+REFUSAL = (
+    "are refused because unpickling runs whatever code the file contains; use a safetensors version of the model, or "
+    "make one with torch.load(FILE, weights_only=True) and safetensors.torch.save_file"
+)
 
 
 def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[str, StoredTensor]:
@@ -69,12 +75,6 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
         if not is_regular_file(folder / shard):
             raise CheckpointError(f"{folder / shard}: no such file, but {INDEX} names it; download it again")
         tensors |= file_tensors(folder / shard, dtypes)
-    for name in tensors.keys() | weight_map.keys():
-        stored, shard = tensors.get(name), weight_map.get(name)
-        if stored is None or stored.file.name != shard:
-            path = folder / shard if stored is None else stored.file
-            place = "is not there" if stored is None else "is there"
-            raise CheckpointError(f"{path}: tensor {named(name)} {place}, and {INDEX} has another place for it")
     return tensors
 
 
@@ -129,28 +129,32 @@ def read_array(
     return out
 
 
+def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, StoredTensor]:
+    """The tensors by the names that `save_pretrained` of the causal language model gives them.
+
+    Raises:
+      CheckpointError: two names of one tensor.
+    """
+    renamed: dict[str, str] = {}
+    without_model = any(_WRAPPERS.sub(r"\1", name).startswith("layers.") for name in tensors)
+    for name in tensors:
+        new = _WRAPPERS.sub(r"\1", name)
+        # The inner model alone, or with its head.
+        new = f"model.{new}" if without_model and not new.startswith("lm_head.") else new
+        if new in renamed:
+            raise CheckpointError(
+                f"{where}: tensors {renamed[new]} and {name} are two versions of one; keep the right one"
+            )
+        renamed[new] = name
+    return {new: tensors[name] for new, name in renamed.items()}
+
+
 def _no_weights(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     if pickled := [name for name in names if name.endswith(PICKLES)]:
-        refused = f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which {REFUSAL}"
-        # Optimizer states and the like are no weights, and Meta's consolidated.*.pth are slices of the same tensors.
-        parts = [name for name in pickled if re.match(r"pytorch_model.*\.bin$", name)]
-        parts = parts or (pickled if len(pickled) == 1 else [])
-        return refused + (f", or convert it without running its code: {_conversion(folder, parts)}" if parts else "")
+        return f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which {REFUSAL}"
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return f"{folder}: no {WEIGHTS}, but GGUF files; pass the path of one, such as {folder / gguf[0]}"
-    if loose := [name for name in names if name.endswith(".safetensors")]:
-        return f"{folder}: {loose[0]} is there, but neither {WEIGHTS} nor {INDEX}"
-    return (
-        f"{folder}: no weights (looked for {WEIGHTS}, {INDEX}; pickled ones are neither downloaded nor read). If a "
-        "repository of the Hub has nothing else, `hf download REPOSITORY --local-dir FOLDER` and pass FOLDER: the "
-        "command that converts them is said then"
-    )
-
-
-def _conversion(folder: Path, parts: Sequence[str]) -> str:
-    """The command that makes `model.safetensors` of pickled files of tensors; anything but tensors stops it."""
-    read = f'torch.load({json.dumps(str(folder) + "/")} + part, map_location="cpu", weights_only=True)'
-    tensors = f"name: tensor.clone().contiguous() for part in {json.dumps(parts)} for name, tensor in {read}.items()"
-    save = f"safetensors.torch.save_file({{{tensors}}}, {json.dumps(str(folder / WEIGHTS))})"
-    return f"python -c {shlex.quote(f'import torch, safetensors.torch; {save}')}"
+    loose = [name for name in names if name.endswith(".safetensors")]
+    there = f"{loose[0]} is there, but neither" if loose else "no weights: neither"
+    return f"{folder}: {there} {WEIGHTS} nor {INDEX} (pickled ones are neither downloaded nor read)"

@@ -2,7 +2,7 @@
 
 `assets/config_keys.toml` has the tables of unread keys. A key that is in none and has a value that says something is
 refused if its name speaks of the computation, and named in a warning otherwise. null, false, "", [] and {} say nothing.
-Drafters' keys follow the same rules (`checkpoints.drafter_keys`).
+Drafters' keys follow the same rules (`checkpoints.drafter_folder`).
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ READ_ROPE_KEYS = ROPE_KEYS | {
 ANY_ROPE_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned", ORIGINAL_CONTEXT)
 """Settings that every kind may have; of others, each kind has its own."""
 
-READ = frozenset(KEYS) | {
+READ = frozenset(KEYS) - {"mask_token_id"} | {
     *("architectures", "failfast_format", "layer_types", "max_window_layers", "model_type"),
     *(ORIGINAL_CONTEXT, "partial_rotary_factor", "rope_theta", "sliding_window"),
-} - {"mask_token_id"}
+}
 
 QUANTISED = ("quantization_config", "quantization", "compression_config", "quantize_config", "quant_config")
 """Keys of transformers, MLX, older versions of compressed-tensors, AutoGPTQ and AutoAWQ."""
@@ -181,7 +181,12 @@ def read_model(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfi
     block = {} if block_key is None else {block_key: partial(values.number, least=2, most=2**16, default=usual_block)}
     keys = read(KEYS | block, raw, where)
     heads, hidden, bias = keys["num_attention_heads"], keys["hidden_size"], keys["attention_bias"]
-    rope = read_rope(raw, where)
+    rope, chunks = read_rope(raw, where), keys[DUAL_CHUNK]
+    context = rope.context(_stated_context(raw))
+    if chunks:  # the dual chunk attention of Qwen2.5-1M is plain attention up to so many positions
+        sizes = dict.fromkeys(("chunk_size", "local_size", ORIGINAL_CONTEXT), values.number)
+        chunk, local, original = read(sizes, chunks, f"{where}: {DUAL_CHUNK}").values()
+        context = min(context, chunk - local, original)
     usual_dim = hidden // heads if "head_dim" in raw else family.head_dim or hidden // heads
     config = ModelConfig(
         model_type=model_type,
@@ -199,7 +204,7 @@ def read_model(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfi
         qk_norm=family.qk_norm,
         mlp_bias=keys["mlp_bias"] and model_type == "llama",
         tie_embeddings=keys["tie_word_embeddings"],
-        max_position_embeddings=min(rope.context(_stated_context(raw)), _plain_context(keys[DUAL_CHUNK], where)),
+        max_position_embeddings=context,
         block_size=keys.get(block_key, 1),
         mask_token_id=keys["mask_token_id"] if block else None,
         token_shift=model_type != SDAR_MODEL_TYPE,
@@ -232,52 +237,38 @@ def _stated_context(raw: Mapping[str, Any]) -> int:
     return int(raw.get("max_position_embeddings") or FAMILIES[raw["model_type"]].context)
 
 
-def _plain_context(settings: Mapping[str, Any], where: str) -> int:
-    """Up to how many positions the dual chunk attention of Qwen2.5-1M is plain attention."""
-    if not settings:
-        return LARGEST["max_position_embeddings"]
-    sizes = dict.fromkeys(("chunk_size", "local_size", ORIGINAL_CONTEXT), values.number)
-    chunk, local, original = read(sizes, settings, f"{where}: {DUAL_CHUNK}").values()
-    return min(chunk - local, original)
-
-
 def read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     """Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
 
-    What is read is what transformers 5 makes of it. It reads `rope_scaling` alone where both are there, so both must
+    The result is what transformers 5 makes of it. It reads `rope_scaling` alone where both are there, so both must
     then say the same; settings by layer type must be the same for the types that the layers have.
 
     Raises:
       ConfigError: settings that contradict each other, or that are not supported.
     """
-    around, context = read(ROPE, raw, where), _stated_context(raw)
-    keys = [key for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
-    forms = [
-        _flat_rope(settings, around, context, place)
-        for key in keys
-        for place, settings in _by_layer_type(raw[key], raw.get("layer_types"), f"{where}: {key}").items()
-    ] or [_flat_rope({}, around, context, f"{where}: rope")]
-    if len({*forms}) > 1 and len(keys) == 1:
-        raise ConfigError(f"{where}: {keys[0]} differs between layer types; all layers here have the same")
-    if len({*forms}) > 1:
+    around, context, places = read(ROPE, raw, where), _stated_context(raw), {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if raw.get(key):
+            places |= _by_layer_type(raw[key], raw.get("layer_types"), f"{where}: {key}")
+    places = places or {f"{where}: rope": {}}
+    forms = {_flat_rope(settings, around, context, place) for place, settings in places.items()}
+    if len(forms) > 1:
+        names = " and ".join(place.removeprefix(f"{where}: ") for place in places)
         raise ConfigError(
-            f"{where}: rope_scaling and rope_parameters say different things; write all settings, rope_theta too, "
-            "into one of them and remove the other"
+            f"{where}: {names} say different things, and all layers here have the same; write all settings, rope_theta "
+            "too, into one of rope_scaling and rope_parameters"
         )
-    return forms[0]
+    return forms.pop()
 
 
 def _by_layer_type(settings: Mapping[str, Any], types: Any, where: str) -> dict[str, Mapping[str, Any]]:
     """The settings that layers use, by place: `{"full_attention": {...}, ...}`, or flat ones."""
     if not any(isinstance(value, Mapping) for value in settings.values()):
         return {where: settings}
-    names = {str(name) for name in types} if isinstance(types, list) else set()
-    used = sorted(names - {*FULL_ATTENTION})
-    if not used or names & {*FULL_ATTENTION}:
-        used.append(FULL_ATTENTION[0])
-    for name in used:
-        if not isinstance(settings.get(name), Mapping):
-            raise ConfigError(f"{where} has no settings for layers of type {name!r}, only {', '.join(settings)}")
+    names = {str(name) for name in types} if isinstance(types, list) else {FULL_ATTENTION[0]}
+    used = sorted({FULL_ATTENTION[0] if name in FULL_ATTENTION else name for name in names})
+    if missing := [name for name in used if not isinstance(settings.get(name), Mapping)]:
+        raise ConfigError(f"{where} has no settings for layers of type {missing[0]!r}, only {', '.join(settings)}")
     if flat := [name for name, value in settings.items() if not isinstance(value, Mapping) and value is not None]:
         raise ConfigError(f"{where}: {flat[0]} stands beside settings by layer type; write it into each of them")
     return {f"{where}.{name}": settings[name] for name in used}
@@ -335,13 +326,7 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...] | None) -> bool:
     return not any(allowed is True for allowed in neutral) if value is None else _is_among(value, neutral)
 
 
-def check_unread(
-    entries: Mapping[str, Any],
-    where: str,
-    changes: str,
-    place: str = "",
-    advice: str = "",
-) -> None:
+def check_unread(entries: Mapping[str, Any], where: str, changes: str, place: str = "", advice: str = "") -> None:
     """Refuses keys that nobody read and that may change the computation; names other unknown ones in one warning.
 
     Args:
@@ -384,11 +369,6 @@ def check(raw: Mapping[str, Any], context: int, where: str) -> None:
             f"{where}: architecture {quoted(other[0])} with model_type {model_type!r}: other layers or another "
             f"head than {allowed[0]}'s, the only ones that are read for this model_type"
         )
-    if raw.get("mask_token_id") is not None and model_type not in BLOCK_KEYS:
-        raise ConfigError(
-            f"{where}: mask_token_id {raw['mask_token_id']!r} with model_type {model_type!r}: a diffusion model "
-            f"(DiffuLLaMA, say) is not read as an autoregressive one (read are {', '.join(BLOCK_KEYS)})"
-        )
     _check_windows(raw, context, where)
     if raw.get(DUAL_CHUNK):
         warn_once(f"{where}: {DUAL_CHUNK}: attention is plain here, which is the same up to a context of {context}")
@@ -425,31 +405,15 @@ def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
         )
 
 
-GGUF_KEYS = frozenset(
-    """
-    attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_epsilon
-    attention.layer_norm_rms_epsilon attention.value_length block_count context_length embedding_length
-    feed_forward_length pooling_type rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.attn_factor
-    rope.scaling.factor rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.type
-    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow tensor_data_layout vocab_size
-    """.split()
-)
-"""Keys of a GGUF file's architecture that are read or harmless; of others only 0, false and empty change nothing."""
-GGUF_NEUTRAL = {
-    "attention.causal": True,
-    **dict.fromkeys(("attention.output_scale", "embedding_scale", "logit_scale", "residual_scale"), 1),
-    "rope.scaling.yarn_ext_factor": 1,
-}
-
-
 def check_gguf(metadata: Mapping[str, Any], architecture: str, where: str) -> None:
     """Refuses a GGUF file whose metadata ask for another computation; ConfigError: the first such key, by name."""
+    neutral, known = _TABLES["gguf"]["neutral"], _TABLES["gguf"]["known"].split()
     context = metadata.get(f"{architecture}.context_length", 2048)
     for name, value in metadata.items():
         key = name.removeprefix(f"{architecture}.")
         is_window = key == "attention.sliding_window" and isinstance(value, int) and value >= context
-        is_off = value == GGUF_NEUTRAL[key] if key in GGUF_NEUTRAL else says_nothing(value) or value == 0
-        if key != name and key not in GGUF_KEYS and not (is_window or is_off):
+        is_off = value == neutral[key] if key in neutral else says_nothing(value) or value == 0
+        if key != name and key not in known and not (is_window or is_off):
             raise ConfigError(
                 f"{where}: {name} {quoted(value)} changes what architecture {architecture!r} computes and is not read"
             )

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
-from failfast_jax.checkpoints.feature_drafter_folder import check_target
+from failfast_jax.checkpoints.drafter_folder import check_target
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
 from failfast_jax.models.block_network import DSpark, DSparkConfig

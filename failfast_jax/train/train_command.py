@@ -21,7 +21,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models
-from failfast_jax.checkpoints.model_folder import CHANCES, FORMER_DRAFTER
+from failfast_jax.checkpoints.model_folder import CHANCES
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
@@ -185,4 +185,4 @@ def _finished_report(drafter: Path, config: TrainConfig) -> dict[str, Any] | Non
     written = read_json(drafter / "config.json")
     training = written.get("training") or {}
     is_finished = (training.get("steps_done"), training.get("storage")) == (config.steps, config.storage)
-    return _report(drafter, training) if is_finished and FORMER_DRAFTER not in written else None
+    return _report(drafter, training) if is_finished else None

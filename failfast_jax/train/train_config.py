@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
-from failfast_jax.checkpoints.feature_drafter_folder import STORAGES
+from failfast_jax.checkpoints.drafter_folder import STORAGES
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.models.block_network import DSparkConfig
 from failfast_jax.models.markov_head import MARKOV_HEADS

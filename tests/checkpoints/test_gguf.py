@@ -23,7 +23,7 @@ from checkpoint_files import (
 from gguf import GGMLQuantizationType as Quant
 from tiny_models import tiny_config
 
-from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
+from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT, written_keys
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
 from failfast_jax.checkpoints.gguf_file import GGUFFile
@@ -36,12 +36,7 @@ from failfast_jax.models.rope import rope_frequencies
 
 @pytest.mark.parametrize(
     "name, kind",
-    [
-        ("llama_tied", "Q8_0"),
-        ("qwen2_untied", "BF16"),
-        ("qwen2_untied", "Q4_1"),
-        ("field/qwen3_a", "F16"),
-    ],
+    [("llama_tied", "Q8_0"), ("qwen2_untied", "BF16"), ("qwen2_untied", "Q4_1"), ("field/qwen3_a", "F16")],
 )
 def test_gguf_equals_a_folder_of_dequantised_weights(tmp_path, name, kind):
     kind = Quant[kind]
@@ -75,31 +70,25 @@ def test_gguf_with_llama_biases(tmp_path):
     assert np.array_equal(logits(path), logits(folder))
 
 
-def test_gguf_stop_tokens(tmp_path):
-    path = write_gguf(
-        tmp_path / "model.gguf", "llama_tied", extra=lambda w: (w.add_eos_token_id(149), w.add_eot_token_id(3))
-    )
-    assert load_model(path).config.eos_token_ids == (149, 3)
-
-    def tokens(writer, *names, eom=None):
+@pytest.mark.parametrize(
+    "names, eom, stops",
+    [
+        (("<|end_of_text|>", "<|eot_id|>", "b"), None, (2, 3)),  # Llama 3's
+        (("</s>", "<|im_end|>", "<|im_start|>", "b"), None, (2, 3)),  # ChatML on top of Llama 2
+        (("<|endoftext|>", "b", "<|im_end|>"), None, (2, 4)),  # the file calls it a normal token
+        (("<eos>", "<end_of_turn>", "b", "</s>"), 4, (2, 4, 3)),  # HTML's </s>
+    ],
+)
+def test_gguf_stop_tokens(tmp_path, names, eom, stops):
+    def metadata(writer):
         writer.add_token_list(["<s>", "a", *names])
         writer.add_token_types([3, 1, *([3] * (len(names) - 1)), 1])
         writer.add_eos_token_id(2)
         if eom is not None:
             writer.add_eom_token_id(eom)
 
-    for number, (names, eom, stops) in enumerate(
-        [
-            (("<|end_of_text|>", "<|eot_id|>", "b"), None, (2, 3)),  # Llama 3's
-            (("</s>", "<|im_end|>", "<|im_start|>", "b"), None, (2, 3)),  # ChatML on top of Llama 2
-            (("<|endoftext|>", "b", "<|im_end|>"), None, (2, 4)),  # said to be a normal token
-            (("<eos>", "<end_of_turn>", "b", "</s>"), 4, (2, 4, 3)),  # HTML's </s>
-        ]
-    ):
-        path = write_gguf(
-            tmp_path / f"{number}.gguf", "llama_tied", extra=lambda w, n=names, e=eom: tokens(w, *n, eom=e)
-        )
-        assert open_checkpoint(path).config.eos_token_ids == stops
+    path = write_gguf(tmp_path / "model.gguf", "llama_tied", extra=metadata)
+    assert open_checkpoint(path).config.eos_token_ids == stops
 
 
 def test_gguf_rope_scaling(tmp_path):
@@ -162,35 +151,43 @@ def test_drafters_say_the_divisors_of_their_targets():
     target = tiny_config(rope=rope)
     base = dataclasses.replace(target, model_type="qwen3", num_layers=1, qkv_bias=False, qk_norm=True)
     block = DSparkConfig(base, block_size=7, mask_token_id=3, feature_layers=(0, 1), num_target_layers=2)
-    stored = json.loads(json.dumps(BLOCK_LAYOUT.written_keys(block, target, "bfloat16")))
+    stored = json.loads(json.dumps(written_keys(block, target, "bfloat16")))
     assert BLOCK_LAYOUT.read_config(stored, "").base.rope == rope
     names = {"architectures": ["Qwen3Eagle3Model"], "draft_vocab_size": 40}
     stored = {key: value for key, value in stored.items() if key not in ("block_size", "mask_token_id")}
     assert EAGLE_LAYOUT.read_config(stored | names, "", target).base.rope == rope
 
 
-def test_gguf_that_cannot_be_served(tmp_path):
-    def refused(match, tensors=None, **options):
-        refuses(match, write_gguf(tmp_path / "model.gguf", "llama_tied", tensors, **options))
+EXPERT = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 48), np.float32)}
+NAN_DIVISORS = {"rope_freqs.weight": np.asarray([1, np.nan, 1, 1], np.float32)}
 
-    refused("architecture 'gemma2' is not supported .supported: llama, qwen2", architecture="gemma2")
-    refused("one part of a split model", extra=lambda w: w.add_uint16("split.count", 2))
-    refused("rotary sizes must be equal", extra=lambda w: w.add_rope_dimension_count(4))
-    expert = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 48), np.float32)}
-    refused("unexpected tensors: blk.0.ffn_gate_inp.weight", extra_tensors=expert)
-    refused("tensor integers has type I32", extra_tensors={"integers": np.zeros((1, 32), np.int32)})
-    divisors = np.asarray([1, np.nan, 1, 1], np.float32)
-    refused("tensor rope_freqs.weight holds NaN or infinite", extra_tensors={"rope_freqs.weight": divisors})
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"architecture": "gemma2"}, "architecture 'gemma2' is not supported .supported: llama, qwen2"),
+        ({"extra": lambda w: w.add_uint16("split.count", 2)}, "one part of a split model"),
+        ({"extra": lambda w: w.add_rope_dimension_count(4)}, "rotary sizes must be equal"),
+        ({"extra_tensors": EXPERT}, "unexpected tensors: blk.0.ffn_gate_inp.weight"),
+        ({"extra_tensors": {"integers": np.zeros((1, 32), np.int32)}}, "tensor integers has type I32"),
+        ({"extra_tensors": NAN_DIVISORS}, "tensor rope_freqs.weight holds NaN or infinite"),
+    ],
+)
+def test_gguf_that_cannot_be_served(tmp_path, options, message):
+    refuses(message, write_gguf(tmp_path / "model.gguf", "llama_tied", **options))
+
+
+def test_a_missing_tensor_has_llama_cpps_name(tmp_path):
     tensors = tensors_of("llama_tied")
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    refused("missing tensors: blk.1.ffn_up.weight", tensors)
+    refuses("missing tensors: blk.1.ffn_up.weight", write_gguf(tmp_path / "model.gguf", "llama_tied", tensors))
 
 
-def test_gguf_of_another_version_or_byte_order(tmp_path):
+@pytest.mark.parametrize("version, hint", [(1, "version 1 is not supported"), (3 << 24, "big-endian")])
+def test_gguf_of_another_version_or_byte_order(tmp_path, version, hint):
     path = tmp_path / "model.gguf"
-    for version, hint in ((1, "version 1 is not supported"), (3 << 24, "big-endian")):
-        path.write_bytes(b"GGUF" + version.to_bytes(4, "little") + bytes(16))
-        refuses(hint, path)
+    path.write_bytes(b"GGUF" + version.to_bytes(4, "little") + bytes(16))
+    refuses(hint, path)
 
 
 def test_header_equals_the_reference_reader(tmp_path):

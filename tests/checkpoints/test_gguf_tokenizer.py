@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import sentencepiece
 import tokenizers
 import transformers
-from checkpoint_files import byte_level_alphabet, refuses, write_gguf
+from checkpoint_files import byte_level_alphabet, refuses, sentencepiece_model, write_gguf
 from gguf import TokenType
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -63,23 +62,9 @@ def cases(function: Callable) -> Callable:
 @functools.cache
 def trained(add_dummy_prefix: bool) -> sentencepiece.SentencePieceProcessor:
     """A model as small as it gets, with the options of Llama 2."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=600,
-        character_coverage=0.98,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=add_dummy_prefix,
-        allow_whitespace_only_pieces=True,
-        split_digits=True,
-        control_symbols=["[INST]"],
-        minloglevel=2,
-    )
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    options = {"vocab_size": 600, "character_coverage": 0.98, "allow_whitespace_only_pieces": True}
+    options |= {"split_digits": True, "control_symbols": ["[INST]"], "add_dummy_prefix": add_dummy_prefix}
+    return sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(CORPUS, model_type="bpe", **options))
 
 
 def piece_type(model: sentencepiece.SentencePieceProcessor, id: int) -> TokenType:
@@ -149,42 +134,36 @@ def test_sentencepiece(load_sentencepiece, add_dummy_prefix):
 
 
 def test_sentencepiece_without_its_scores(load_sentencepiece):
-    """Files made from a `tokenizer.json` alone have one placeholder for all scores."""
+    """Files made from a `tokenizer.json` alone have one placeholder for all scores; merges count then, if any."""
     model = trained(True)
-    tokenizer = load_sentencepiece(scores=(-1000.0,) * (model.vocab_size() + 2))
-    for text in CORPUS:
-        same_as_sentencepiece(tokenizer, model, text)
-
-
-def test_merges_count_where_scores_are_placeholders(load_sentencepiece):
-    model, merges = trained(True), ("▁ t",)
     scores = (-1000.0,) * (model.vocab_size() + 2)
-    tokens = load_sentencepiece(scores=scores, merges=merges).tokenize("the then")
+    for text in CORPUS:
+        same_as_sentencepiece(load_sentencepiece(scores=scores), model, text)
+    tokens = load_sentencepiece(scores=scores, merges=("▁ t",)).tokenize("the then")
     assert tokens == ["▁t", "h", "e", "▁t", "h", "e", "n"]
-    assert load_sentencepiece(merges=merges).encode("the then")[1:] == model.encode("the then")
+    assert load_sentencepiece(merges=("▁ t",)).encode("the then")[1:] == model.encode("the then")
 
 
 def test_sentencepiece_special_tokens(load_sentencepiece):
-    def tokens(tokenizer, text: str) -> list[str]:
-        return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
-
     added = load_sentencepiece(added=("<tool>", "   "))
-    # As in llama.cpp, what follows a special token begins like a text.
-    assert tokens(added, "[INST]a</s>  <tool>b") == ["<s>", "[INST]", "▁a", "</s>", "▁▁", "▁", "<tool>", "▁b"]
-    assert tokens(added, "a   b") == ["<s>", "▁a", "   ", "▁b"]
+    for tokenizer, text, expected in (
+        # As in llama.cpp, what follows a special token begins like a text.
+        (added, "[INST]a</s>  <tool>b", ["<s>", "[INST]", "▁a", "</s>", "▁▁", "▁", "<tool>", "▁b"]),
+        (added, "a   b", ["<s>", "▁a", "   ", "▁b"]),
+        (load_sentencepiece(add_bos_token=False), "[INST]", ["[INST]"]),
+        (load_sentencepiece(add_eos_token=True), "[INST]", ["<s>", "[INST]", "</s>"]),
+        (load_sentencepiece(add_bos_token=False, add_eos_token=True), "[INST]", ["[INST]", "</s>"]),
+        (load_sentencepiece(add_space_prefix=None), "a", ["<s>", "▁a"]),
+        (load_sentencepiece(False), "[INST]a", ["<s>", "[INST]", "a"]),
+    ):
+        assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == expected
     ids = added.encode("[INST]a<tool>")
     assert added.decode(ids) == "<s>[INST] a<tool>"
     assert added.decode(ids, skip_special_tokens=True) == "a<tool>"
-    assert tokens(load_sentencepiece(add_bos_token=False), "[INST]") == ["[INST]"]
-    assert tokens(load_sentencepiece(add_eos_token=True), "[INST]") == ["<s>", "[INST]", "</s>"]
-    assert tokens(load_sentencepiece(add_bos_token=False, add_eos_token=True), "[INST]") == ["[INST]", "</s>"]
-    assert tokens(load_sentencepiece(add_space_prefix=None), "a") == ["<s>", "▁a"]
-    assert tokens(load_sentencepiece(False), "[INST]a") == ["<s>", "[INST]", "a"]
     # A byte is one only in a model's output.
-    assert len(tokens(load_sentencepiece(), "<0x41>")) > 5
-    assert (
-        load_sentencepiece().decode(load_sentencepiece().convert_tokens_to_ids(["<0x41>", "<0xE2>"])) == "\ufffd\ufffd"
-    )
+    plain = load_sentencepiece()
+    assert len(plain.encode("<0x41>")) > 5
+    assert plain.decode(plain.convert_tokens_to_ids(["<0x41>", "<0xE2>"])) == "\ufffd\ufffd"
 
 
 def test_sentencepiece_survives_conversion(tmp_path):
@@ -199,12 +178,13 @@ def test_sentencepiece_survives_conversion(tmp_path):
         assert again.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_sentencepiece_that_cannot_be_built(load_sentencepiece):
-    def refused(match: str, **options: Any) -> None:
-        refuses(match, None, load=lambda _: load_sentencepiece(**options))
-
-    refused("has 602 tokens and 1 scores", scores=(0.0,))
-    refused("has the token '<s>' twice", added=("<s>",))
+@pytest.mark.parametrize(
+    "options, message",
+    [({"scores": (0.0,)}, "has 602 tokens and 1 scores"), ({"added": ("<s>",)}, "has the token '<s>' twice")],
+)
+def test_sentencepiece_that_cannot_be_built(load_sentencepiece, options, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_sentencepiece(**options)
 
 
 # Byte-level BPE.

@@ -45,7 +45,7 @@ def test_rope_settings_in_every_form_are_those_of_transformers():
         try:
             rope, *others = [config_keys.read_model(raw_config(family, **changes)).rope for family in CLASSES]
         except ConfigError as error:
-            assert "rope_scaling and rope_parameters say different things" in str(error), name
+            assert "say different things" in str(error), name
             refusals.append(name)
             continue
         assert rope == others[0] == others[1]
@@ -57,6 +57,7 @@ def test_rope_settings_in_every_form_are_those_of_transformers():
 
 NESTED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e6}
 SLIDING = {"rope_type": "default", "rope_theta": 500.0}
+BOTH = ["full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ SLIDING = {"rope_type": "default", "rope_theta": 500.0}
     [
         ({"full_attention": NESTED}, None),
         ({"full_attention": NESTED, "sliding_attention": SLIDING}, None),
-        ({"full_attention": NESTED, "sliding_attention": NESTED}, ["full_attention", "sliding_attention"] * 2),
+        ({"full_attention": NESTED, "sliding_attention": NESTED}, BOTH * 2),
         ({"sliding_attention": NESTED}, ["sliding_attention"] * 4),
     ],
 )
@@ -77,7 +78,11 @@ def test_rope_settings_by_layer_type_where_all_layers_agree(settings, types):
 @pytest.mark.parametrize(
     "settings, types, message",
     [
-        ({"full_attention": NESTED, "sliding_attention": SLIDING}, ["full_attention", "sliding_attention"], "differs"),
+        (
+            {"full_attention": NESTED, "sliding_attention": SLIDING},
+            ["full_attention", "sliding_attention"],
+            "different things",
+        ),
         ({"sliding_attention": NESTED}, None, "'full_attention'"),
         ({"main": NESTED, "compress": NESTED}, None, "main, compress"),
         ({"full_attention": NESTED, "rope_theta": 1e6}, None, "rope_theta"),
@@ -152,13 +157,13 @@ def test_other_models_that_call_themselves_llama_are_refused(name):
     refused("config.json: ", config_class().to_dict() | SIZES | {"model_type": "llama"})
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "sdar", "Fast_dLLM_Qwen"])
-def test_architectures_and_model_type_must_agree(model_type):
-    raw = raw_config(model_type)
-    checked(raw | {"architectures": None})
-    checked(raw | {"architectures": [config_keys.FAMILIES[model_type].architectures[0]]})
-    refused("architecture 'HeliumForCausalLM' with model_type", raw | {"architectures": ["HeliumForCausalLM"]})
-    refused("'LlamaForSequenceClassification'", raw | {"architectures": ["LlamaForSequenceClassification"]})
+def test_architectures_and_model_type_must_agree():
+    for model_type, family in config_keys.FAMILIES.items():
+        raw = raw_config(model_type)
+        checked(raw | {"architectures": None})
+        checked(raw | {"architectures": [family.architectures[0]]})
+        for other in ("HeliumForCausalLM", "LlamaForSequenceClassification"):
+            refused(f"architecture '{other}' with model_type", raw | {"architectures": [other]})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from training_runs import parameters
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dllm
-from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.parameter_map import Skeleton
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.diffusion_run import DiffusionObjective

@@ -162,7 +162,7 @@ def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp
     assert measure.last["accepted_per_round"] > before["accepted_per_round"] + 0.3
     objective.save(state["ema"], tmp_path / "drafter", storage="float32")
     # A drafter of the same shapes: the programs of the measurement serve it, too.
-    measure.engine.drafter = ModelFolder(tmp_path / "drafter").load_borrowing(target, "the target")
+    measure.engine.drafter = ModelFolder(tmp_path / "drafter").open_drafter(target.config, "the target").load(target)
     drafted = measure.engine.generate(measure.prompts, **measure.options)
     assert [r.output_ids for r in drafted] == [answer.tolist() for _, answer in own_answers.pairs()]
     assert np.mean([log.accepted for r in drafted for log in r.rounds]) == measure.last["accepted_per_round"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints import parameter_map
-from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.parameter_map import Skeleton
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import initial
 from failfast_jax.train.diffusion_run import DiffusionObjective

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from failfast_jax import drafters
-from failfast_jax.checkpoints.pair import Pair, read_pair
+from failfast_jax.checkpoints.model_folder import Pair, read_pair
 from failfast_jax.checkpoints.tokenizer import stop_tokens
 from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.decoding.diffusion_decoding import blocks_to_write
@@ -62,7 +62,7 @@ class FailFast:
     `FailFast(target, drafter, **changes)`, the former spelling of `load` with a target, works for one release more.
 
     Args:
-      pair: the loaded models and their tokenizer; see `checkpoints.pair`.
+      pair: the loaded models and their tokenizer; see `checkpoints.model_folder`.
       drafter: only of the former spelling.
       options: `max_seq_len`, `programs`, `costs` and `widths` are taken from it; see `LoadOptions`.
       changes: replace single fields of `options`.

@@ -318,7 +318,7 @@ class Drafters:
 
     def config(self, rng: random.Random) -> None:
         """Read and bound to the target, or refused."""
-        from failfast_jax.checkpoints.pair import read_pair
+        from failfast_jax.checkpoints.model_folder import read_pair
 
         at = rng.randrange(len(self.sources))
         raw = json.loads((self.sources[at] / "config.json").read_text())

@@ -19,7 +19,7 @@ import numpy as np
 from failfast_jax.checkpoints import orbax_folder, parameter_map, safetensors_file
 from failfast_jax.checkpoints.config_file import read_settings
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.parameter_map import Skeleton
+from failfast_jax.checkpoints.parameter_map import Fills, Skeleton, StoredTensor, Table
 from failfast_jax.errors import CheckpointError
 from failfast_jax.kernels import row_operations
 from failfast_jax.models import config_keys, quantization, sharding
@@ -92,7 +92,7 @@ class Checkpoint:
       path: the file or folder.
       config: the shape of the layers; of a model with the stop tokens of `generation_config.json`, and its mask token.
       raw_config: the Hugging Face `config.json`, or its equivalent for a GGUF file.
-      table: names of the tensors; None for a folder that Orbax reads, whose tensors are the parameters.
+      table: the parameters that the tensors fill; None for a folder that Orbax reads.
       network: makes the module, given `dtype` and `rngs`; None: a `Decoder`.
       outside: shapes of parameters in the files that the module does not have.
       borrowed: parts of the module that the files do not have.
@@ -101,19 +101,17 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     raw_config: Mapping[str, Any]
-    table: parameter_map.Table | None
-    tensors: Mapping[str, Any]
+    table: Table | None
+    tensors: Mapping[str, StoredTensor]
     network: Callable[..., Any] | None = None
     outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     borrowed: tuple[str, ...] = ()
 
     @functools.cached_property
     def _plan(self) -> parameter_map.ReadPlan:
-        if self.table is not None:
-            return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
-        orbax_folder.check(self.path, self.tensors, self.shapes)
-        sources = {name: [("whole", self.tensors[name])] for name in self.shapes}
-        return parameter_map.ReadPlan(self.config, parameter_map.HF_TABLE, sources)
+        # Orbax has the parameters under their own names.
+        table = self.table or Table({name: Fills(name) for name in self.shapes}, ignored="(?!)")
+        return parameter_map.make_plan(table, self.shapes, self.tensors, self.config, self.path)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,7 +127,7 @@ class Checkpoint:
 
     def stored_dtype(self) -> np.dtype:
         """The narrowest supported dtype that holds every stored value."""
-        stored = {np.dtype(tensor.dtype) for tensor in self.tensors.values()}
+        stored = {tensor.dtype for tensor in self.tensors.values()}
         return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
 
     def num_parameters(self) -> int:
@@ -150,7 +148,7 @@ class Checkpoint:
         """
         kept = {}
         for name, shape in self.shapes.items():
-            stored = {np.dtype(tensor.dtype) for _, tensor in self._plan.sources[name]}
+            stored = {tensor.dtype for _, tensor in self._plan.sources[name]}
             keeps = len(stored) == 1 and (name in ("embed", "head") or name.endswith(".weight"))
             kept[name] = row_operations.kept_dtype(shape, *stored, dtype) if keeps else dtype
         return kept

@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from failfast_jax.checkpoints.parameter_map import not_finite
+from failfast_jax.checkpoints.parameter_map import StoredTensor, not_finite
 from failfast_jax.errors import CheckpointError
 from failfast_jax.util.files import orbax_path
 
@@ -40,11 +41,13 @@ def save_params(folder: Path, params: Mapping[str, jax.Array]) -> None:
     path = folder / PARAMS
     with _checkpointer(params.values()) as checkpointer, _naming(path, "written"):
         checkpointer.save(orbax_path(path), ocp.args.PyTreeSave(unflatten_dict(params, sep=".")))
-    check(folder, stored_params(folder), {name: param.shape for name, param in params.items()})
+    stored = {name: tensor.shape for name, tensor in stored_params(folder).items()}
+    if stored != {name: param.shape for name, param in params.items()}:
+        raise CheckpointError(f"{path}: cannot be read again as it was written; convert the model again")
 
 
 def load_params(
-    folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]
+    folder: Path, stored: Mapping[str, StoredTensor], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
     """Restores the parameters of `stored_params`, cast to the wanted dtypes while they are read.
 
@@ -64,23 +67,14 @@ def load_params(
     return values
 
 
-def check(folder: Path, stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks what `stored_params` returns; CheckpointError: it has other names or shapes."""
-    problems = [f"{name} is missing" for name in shapes if name not in stored]
-    problems += [f"{name} is unexpected" for name in stored if name not in shapes]
-    both = [(name, list(stored[name].shape), list(shapes[name])) for name in shapes if name in stored]
-    problems += [f"{name} is {shape}, not {other}" for name, shape, other in both if shape != other]
-    if problems:
-        raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {', '.join(problems[:5])}")
-
-
-def stored_params(folder: Path) -> dict[str, Any]:
-    """Shape and dtype of each stored parameter; CheckpointError: the folder is incomplete or damaged."""
+def stored_params(folder: Path) -> dict[str, StoredTensor]:
+    """The stored parameters by name, without their data; CheckpointError: the folder is incomplete or damaged."""
     path = folder / PARAMS
     if not path.is_dir():
         raise CheckpointError(f"{folder}: incomplete: {PARAMS}/ is missing; convert the model again")
     with _checkpointer(()) as checkpointer, _naming(path, "read"):
-        return flatten_dict(checkpointer.metadata(orbax_path(path)).item_metadata.tree, sep=".")
+        arrays = flatten_dict(checkpointer.metadata(orbax_path(path)).item_metadata.tree, sep=".")
+    return {name: StoredTensor(name, tuple(array.shape), np.dtype(array.dtype), path) for name, array in arrays.items()}
 
 
 def _checkpointer(params: Iterable[Any]) -> Any:

@@ -40,9 +40,9 @@ class StoredTensor:
     dtype: np.dtype
     """The dtype of what `read` returns."""
     file: Path
-    read: Callable[..., np.ndarray]
+    read: Callable[..., np.ndarray] | None = None
     """`read(start, stop, out=None)` gives that range of the leading axis: in `out`, contiguous and of this dtype and
-    shape, if what is stored can be put there as it is; else in a new array."""
+    shape, if the stored bytes can be put there as they are; else in a new array. None: Orbax reads it."""
 
 
 class Fills(NamedTuple):
@@ -116,8 +116,8 @@ class ReadPlan:
 
     config: ModelConfig
     table: Table
-    sources: dict[str, list[tuple[str, Any]]]
-    """By parameter: the parts that tensors fill, and each `StoredTensor`, or Orbax's description of an array."""
+    sources: dict[str, list[tuple[str, StoredTensor]]]
+    """By parameter: the parts that tensors fill, and the tensors."""
 
     def assemble(
         self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None

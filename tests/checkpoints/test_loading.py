@@ -78,9 +78,8 @@ def test_other_stored_dtypes_are_cast_once(tmp_path, stored):
     folder = hf_folder(tmp_path / "stored", "qwen2_untied", tensors)
     same = hf_folder(tmp_path / "float32", "qwen2_untied", cast(tensors, "float32"))
     assert np.array_equal(logits(folder), logits(same))
-    narrow = load_model(folder, dtype="bfloat16")
     embed = tensors["model.embed_tokens.weight"].astype(np.float32).astype(ml_dtypes.bfloat16)
-    assert np.array_equal(np.asarray(narrow.embed[...]), embed)
+    assert np.array_equal(np.asarray(load_model(folder, dtype="bfloat16").embed[...]), embed)
 
 
 def test_indexes_that_name_no_files(golden):
@@ -180,9 +179,7 @@ def test_paths_that_do_not_exist():
 # NaN and infinity.
 
 
-@pytest.mark.parametrize(
-    "stored, bad", [("float32", np.nan), ("float16", np.inf), ("bfloat16", -np.inf), ("float64", np.nan)]
-)
+@pytest.mark.parametrize("stored, bad", [("float32", np.nan), ("float16", np.inf), ("bfloat16", -np.inf)])
 def test_bad_values_in_safetensors(tmp_path, stored, bad):
     key = "model.layers.1.self_attn.k_proj.weight"
     tensors = with_bad_value(cast(tensors_of("qwen2_untied"), stored), key, bad)

@@ -210,18 +210,6 @@ def test_a_disk_that_fills_up(refused, monkeypatch, out):
     assert files_in(out.parent) == []
 
 
-def test_a_conversion_that_cannot_be_read_again_leaves_nothing(out, refused, monkeypatch):
-    save = ocp.Checkpointer.save
-
-    def forgetful(self, path, args):
-        save(self, path, args)
-        shutil.rmtree(path)
-        path.mkdir()
-
-    monkeypatch.setattr(ocp.Checkpointer, "save", forgetful)
-    assert "cannot be read" in refused(LLAMA, out) and files_in(out.parent) == []
-
-
 _KILLED = """
 import os, signal, sys
 from convert import conversion
@@ -260,8 +248,8 @@ def test_damaged_results_are_refused(out):
     config = converted(LLAMA, out) / "config.json"
     raw = json.loads(config.read_text())
     for changes, message in (
-        ({"num_hidden_layers": 3}, "parameters do not fit config.json: layers.2.*is missing"),
-        ({"intermediate_size": 100}, r"mlp.down.weight is \[48, 96\], not \[48, 100\]"),
+        ({"num_hidden_layers": 3}, "missing tensors: layers.2"),
+        ({"intermediate_size": 100}, r"mlp.down.weight is \[48, 96\] in .*params, not \[48, 100\]"),
         ({"failfast_format": 2}, "converted to format 2, and this version reads 1"),
     ):
         config.write_text(json.dumps(raw | changes))

@@ -12,7 +12,7 @@ from checkpoint_files import GOLDEN
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.checkpoint import Checkpoint
-from failfast_jax.checkpoints.pair import read_pair
+from failfast_jax.checkpoints.model_folder import read_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import llvm_emitter
 from failfast_jax.kernels.attention_window import AttentionCase

@@ -120,10 +120,16 @@ class Checkpoint:
         shapes = self.skeleton(DTYPES["float32"]).shapes
         return {name: shape for name, shape in shapes.items() if name.split(".")[0] not in self.borrowed} | self.outside
 
+    @functools.cached_property
+    def _skeletons(self) -> dict[np.dtype, Skeleton]:
+        return {}
+
     def skeleton(self, dtype: Any) -> Skeleton:
-        """The module, without memory."""
-        network = self.network or functools.partial(Decoder, self.config)
-        return Skeleton.made_by(lambda rngs: network(dtype=dtype, rngs=rngs))
+        """The module, without memory; tracing it takes a tenth of a second, once for each dtype."""
+        network, key = self.network or functools.partial(Decoder, self.config), np.dtype(dtype)
+        if key not in self._skeletons:
+            self._skeletons[key] = Skeleton.made_by(lambda rngs: network(dtype=dtype, rngs=rngs))
+        return self._skeletons[key]
 
     def stored_dtype(self) -> np.dtype:
         """The narrowest supported dtype that holds every stored value."""

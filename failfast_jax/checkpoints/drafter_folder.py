@@ -312,7 +312,8 @@ def check_target(
 
     ConfigError: it was trained for another one; both are named.
     """
-    advice, base, count = "give its own target with --target", config.base, target.num_layers
+    advice, base, layers = "give its own target with --target", config.base, config.feature_layers
+    count = target.num_layers
     for size, here, there in (
         ("hidden size", target_size or base.hidden_size, target.hidden_size),
         ("hidden size", base.hidden_size, target.hidden_size),
@@ -321,12 +322,10 @@ def check_target(
     ):
         if here != there:
             raise ConfigError(f"{folder}: drafts for a target with {size} {here}; {target_name} has {there}: {advice}")
-    if len(config.feature_layers) > count + 1:
-        raise ConfigError(
-            f"{folder}: reads {len(config.feature_layers)} of the target's layers; {target_name} has {count}"
-        )
-    if (last := max(config.feature_layers)) >= count:
-        raise ConfigError(f"{folder}: reads the target's layer {last}; {target_name} has {count}: {advice}")
+    if len(layers) > count + 1:
+        raise ConfigError(f"{folder}: reads {len(layers)} of the target's layers; {target_name} has {count}")
+    if other := [layer for layer in layers if not -1 <= layer < count]:
+        raise ConfigError(f"{folder}: reads the target's layer {other[0]}; {target_name} has {count}: {advice}")
 
 
 def layer_keys(config: ModelConfig, eos_token_ids: Iterable[int]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.checkpoint import open_checkpoint
 from failfast_jax.defaults import embedded_drafter
 from failfast_jax.errors import CheckpointError
-from failfast_jax.kernels import llvm_emitter
+from failfast_jax.kernels import cpu_kernels
 from failfast_jax.models import quantization
 from failfast_jax.util import hardware
 from failfast_jax.util.files import read_json, write_json
@@ -33,7 +33,7 @@ def test_this_installation(capsys):
     results = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"Python", "packages", "devices", "memory", "compile cache", "attention"} <= results.keys()
     assert all(finding["state"] == doctor.OK for finding in results.values() if finding["name"] != "Hub cache")
-    kernel = "cpu" if llvm_emitter.vector_unit() else "reference"
+    kernel = "cpu" if cpu_kernels.lanes() else "reference"
     assert f"kernel {kernel!r} in float32" in results["attention"]["text"]
 
 

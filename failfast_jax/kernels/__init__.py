@@ -13,5 +13,5 @@
   neither on where its window began nor on `live` nor on what follows it.
 
 `row_operations` are products and norms; on a CPU `cpu_product` and `cpu_norm` serve the few rows of a decode pass.
-`llvm_emitter` and `thread_pool` are what the CPU's kernels are written with.
+They and `cpu_attention` call `cpu_kernels.c`, which `cpu_kernels` compiles for the processor at hand.
 """

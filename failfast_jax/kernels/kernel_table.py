@@ -54,7 +54,6 @@ ATTENTION = (
     Kernel("gpu", "gpu", "gpu_attention"),
     Kernel("cudnn", "gpu", "cudnn_attention"),
     Kernel("xla", "gpu", "xla_attention"),
-    Kernel("cpu", "cpu", "cpu_prompt_attention"),
     Kernel("cpu", "cpu", "cpu_attention"),
     Kernel("reference", None, "plain_attention"),
 )

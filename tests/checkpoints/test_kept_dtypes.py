@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from convert.conversion import convert
 from failfast_jax import FailFast, load_model
-from failfast_jax.kernels import cpu_product, llvm_emitter
+from failfast_jax.kernels import cpu_kernels
 from failfast_jax.models.quantization import parameter_bytes
 
-pytestmark = pytest.mark.skipif(llvm_emitter.vector_unit() is None, reason=cpu_product.NO_UNIT)
+pytestmark = pytest.mark.skipif(cpu_kernels.lanes() is None, reason=cpu_kernels.NO_UNIT)
 FIELD = GOLDEN / "field"
 
 

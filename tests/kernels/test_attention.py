@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import cpu_attention, cpu_product, cpu_prompt_attention, kernel_table, plain_attention
+from failfast_jax.kernels import cpu_attention, cpu_kernels, kernel_table, plain_attention
 from failfast_jax.kernels.attention_window import TILE, AttentionCase, Window
 from failfast_jax.kernels.plain_attention import write_window
 from failfast_jax.models.kv_cache import round_up
@@ -148,12 +148,12 @@ def test_prompts_attend_as_float64_has_it(name):
 
 
 @pytest.mark.parametrize("head_dim", [32, 96])
-def test_prompts_for_every_processor_and_heads_of_several_panels(unit, head_dim):
+def test_prompts_for_every_processor_and_heads_of_several_panels(lanes, head_dim):
     assert_prompt_is_right(**PROMPTS["after others"], head_dim=head_dim)
 
 
 @pytest.mark.parametrize("head_dim, dtype", [(12, "float32"), (64, "bfloat16"), (96, "float16")])
-def test_several_chunks_for_every_processor(unit, head_dim, dtype):
+def test_several_chunks_for_every_processor(lanes, head_dim, dtype):
     q, *cache = arrays(1, 2, 5, 6, 2, 640, head_dim)
     k, v = (jnp.asarray(layer).astype(dtype) for layer in cache)
     start = np.asarray([600, 30], np.int32)
@@ -164,32 +164,22 @@ def test_several_chunks_for_every_processor(unit, head_dim, dtype):
 
 def test_what_would_be_read_beside_an_array_is_refused():
     window, k = Window(None, None, jnp.asarray([5]), jnp.int32(7)), jnp.ones((1, 1, 256, 16))
-    for width, kernel in ((2, cpu_attention), (130, cpu_prompt_attention)):
-        with pytest.raises(ValueError, match="keys and values of one shape and type"):
-            kernel.attend(jnp.ones((1, width, 2, 16)), (k, k.astype(jnp.bfloat16)), window)
-
-
-SERVED = {"capacity": 256, "head_dim": 64, "dtype": "float32"}
+    with pytest.raises(ValueError, match="keys and values of one shape and type"):
+        cpu_attention.attend(jnp.ones((1, 2, 2, 16)), (k, k.astype(jnp.bfloat16)), window)
 
 
 @pytest.mark.parametrize(
-    "kernel, width, change, message",
+    "change, message",
     [
-        (cpu_attention, 128, {"width": 129}, "not 129"),
-        (cpu_attention, 128, {"capacity": 100}, "a multiple of 16"),
-        (cpu_attention, 128, {"head_dim": 6}, "head_dim 6"),
-        (cpu_attention, 128, {"dtype": "int8"}, "int8"),
-        (cpu_attention, 128, {"pattern": "tree"}, "a tree"),
-        (cpu_prompt_attention, 129, {"width": 128}, "more than 128 rows, not 128"),
-        (cpu_prompt_attention, 129, {"capacity": 200}, "a multiple of 16"),
-        (cpu_prompt_attention, 129, {"head_dim": 4}, "head_dim 4"),
-        (cpu_prompt_attention, 129, {"dtype": "bfloat16"}, "a cache of bfloat16"),
+        ({"capacity": 100}, "a multiple of 16"),
+        ({"dtype": "int8"}, "int8"),
+        ({"pattern": "tree"}, "a tree"),
     ],
 )
-def test_shapes_that_are_not_served(kernel, width, change, message):
-    case = SERVED | {"width": width}
-    assert kernel.refuses(AttentionCase(**case)) in (None, cpu_product.NO_UNIT)
-    assert message in kernel.refuses(AttentionCase(**case | change))
+def test_shapes_that_are_not_served(change, message):
+    case = {"capacity": 256, "head_dim": 64, "dtype": "float32", "width": 128}
+    assert cpu_attention.refuses(AttentionCase(**case)) in (None, cpu_kernels.NO_UNIT)
+    assert message in cpu_attention.refuses(AttentionCase(**case | change))
 
 
 @pytest.mark.parametrize("block_size", [1, 8])

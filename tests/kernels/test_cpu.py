@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failfast_jax.kernels import cpu_norm, cpu_product, llvm_emitter
+from failfast_jax.kernels import compile_cpu_kernels, cpu_kernels, cpu_norm, cpu_product
 from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models.layers import RMSNorm, unit_rms
 
@@ -23,8 +28,8 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", list(llvm_emitter.ELEMENTS))
-def test_products_of_any_size(unit, dtype):
+@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+def test_products_of_any_size(lanes, dtype):
     for rows, inputs, outputs in [(1, 48, 50), (2, 37, 9), (4, 1001, 7), (7, 33, 6), (13, 5, 7), (40, 96, 300)]:
         x, w = numbers(rows, rows, inputs), weights(outputs, outputs, inputs, dtype)
         expected = x.astype(np.float64) @ np.asarray(w).astype(np.float64).T
@@ -33,23 +38,17 @@ def test_products_of_any_size(unit, dtype):
 
 
 @settings(max_examples=15)
-@given(rows=st.integers(1, 70), begin=st.integers(0, 69), dtype=st.sampled_from([*llvm_emitter.ELEMENTS]))
+@given(rows=st.integers(1, 70), begin=st.integers(0, 69), dtype=st.sampled_from(cpu_kernels.DTYPES))
 def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
     x, w = numbers(1, 70, 72), weights(2, 130, 72, dtype)
     part = slice(begin, min(begin + rows, 70))
     np.testing.assert_array_equal(cpu_product.product(x[part], w), np.asarray(cpu_product.product(x, w))[part])
 
 
-@pytest.mark.parametrize("dtype", list(llvm_emitter.ELEMENTS))
-def test_bits_of_few_rows_do_not_depend_on_how_weights_are_read(unit, dtype):
+@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+def test_bits_of_few_rows_do_not_depend_on_how_weights_are_read(lanes, dtype):
     """Short rows read them in order, longer ones tile by tile."""
-    for inputs in (
-        24,
-        cpu_product.THIN_INPUTS,
-        cpu_product.THIN_NUMBERS // 4,
-        cpu_product.THIN_NUMBERS // 3 + 5,
-        cpu_product.THIN_NUMBERS,
-    ):
+    for inputs in (24, 256, 6144 // 4, 6144 // 3 + 5, 6144):  # on both sides of THIN_INPUTS and THIN_NUMBERS
         x, w = numbers(1, 5, inputs), weights(2, 13, inputs, dtype)
         whole = np.asarray(cpu_product.product(x, w))
         for rows in range(1, 5):
@@ -96,7 +95,7 @@ def test_many_rows_go_to_xla_and_few_do_not():
         x, w = jax.ShapeDtypeStruct((width, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
         return jax.jit(product).lower(x, w).as_text().count("failfast_product")
 
-    assert calls(1) and calls(cpu_product.MAX_WIDTH) and not calls(cpu_product.MAX_WIDTH + 1)
+    assert calls(1) and calls(cpu_kernels.MAX_WIDTH) and not calls(cpu_kernels.MAX_WIDTH + 1)
 
 
 def test_what_is_compiled_here_for_a_tpu_has_no_call():
@@ -112,7 +111,7 @@ def test_shapes_that_are_not_served():
 
 
 @pytest.mark.parametrize("size", [1, 15, 48, 577])
-def test_norms_of_any_size(unit, size):
+def test_norms_of_any_size(lanes, size):
     x, weight = numbers(1, 70, size), numbers(2, size)
     exact = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
     np.testing.assert_allclose(cpu_norm.rms_norm(x, weight, 1e-5), exact, rtol=2e-6)
@@ -140,3 +139,37 @@ def test_rows_that_are_no_float32_are_refused():
     with pytest.raises(ValueError, match="a float32 weight"):
         cpu_norm.rms_norm(jnp.ones((2, 96)), jnp.ones(96, jnp.bfloat16), 1e-5)
     assert cpu_norm.supports(width=129, dtype="float32") == "1 to 128 rows, not 129"
+
+
+def test_what_is_shipped_is_what_the_c_file_says():
+    pytest.importorskip("ziglang")
+    for width in compile_cpu_kernels.WIDTHS:
+        shipped = Path(cpu_kernels.__file__).with_name(f"cpu_kernels_{width}.ll").read_text()
+        assert shipped == compile_cpu_kernels.compiled(width), "python -m failfast_jax.kernels.compile_cpu_kernels"
+
+
+@pytest.mark.parametrize("triple, width", [("aarch64-linux-gnu", 4), ("arm64-apple-macosx", 4), ("x86_64-windows", 8)])
+def test_kernels_compile_for_other_machines(triple, width):
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(triple).create_target_machine(features="" if width == 4 else "+avx2,+fma,+f16c")
+    text = Path(cpu_kernels.__file__).with_name(f"cpu_kernels_{width}.ll").read_text()
+    module = llvm.parse_assembly(
+        text.replace("@head_dim = external", "@head_dim = internal").replace(
+            "constant i64, align", "constant i64 64, align"
+        )
+    )
+    module.triple, module.data_layout = triple, str(machine.target_data)
+    assert machine.emit_object(module)
+
+
+def test_a_second_process_does_not_compile(tmp_path):
+    program = (
+        "import jax, numpy as np; from failfast_jax.kernels import cpu_kernels, cpu_norm\n"
+        "optimise = cpu_kernels.llvm.create_pass_builder\n"
+        "cpu_kernels.llvm.create_pass_builder = lambda *a: (print('compiled'), optimise(*a))[1]\n"
+        f"jax.config.update('jax_compilation_cache_dir', {str(tmp_path)!r})\n"
+        "print(cpu_norm.rms_norm(np.full((2, 40), 3, np.float32), np.ones(40, np.float32), 0.0)[1, 39])"
+    )
+    texts = [subprocess.check_output([sys.executable, "-c", program], text=True).split() for _ in range(2)]
+    assert texts == [["compiled", "1.0"], ["1.0"]]

@@ -14,7 +14,7 @@ from failfast_jax import FailFast
 from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.model_folder import read_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import llvm_emitter
+from failfast_jax.kernels import cpu_kernels
 from failfast_jax.kernels.attention_window import AttentionCase
 from failfast_jax.kernels.kernel_table import ATTENTION, KERNELS, SIMULATED_TPU, kernel_of, refusal, serving, unserved
 from failfast_jax.load_options import LoadOptions
@@ -91,8 +91,8 @@ def test_a_kernel_says_why_it_does_not_serve(kernel, device, model, message):
 
 def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
     cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
-    assert kernel_of(cpu, BF16, 128) == ("cpu" if llvm_emitter.vector_unit() else "reference")
-    assert kernel_of(cpu, BF16, 6) == "reference" and unserved(cpu, dtype=BF16, head_dim=6)
+    assert kernel_of(cpu, BF16, 128) == ("cpu" if cpu_kernels.lanes() else "reference")
+    assert kernel_of(cpu, "float64", 64) == "reference" and unserved(cpu, dtype="float64", head_dim=64)
     for kernel in ("reference", "xla", SIMULATED_TPU):
         assert refusal(kernel, cpu, dtype=F16, head_dim=100) is None
 
@@ -117,12 +117,6 @@ def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
 )
 def test_the_width_and_the_mask_choose_a_kernel_of_that_name(name, width, pattern, file):
     assert serving(name, AttentionCase(BF16, 128, width=width, pattern=pattern)).file == file
-
-
-@pytest.mark.skipif(llvm_emitter.vector_unit() is None, reason="no kernel for this CPU")
-def test_a_cpu_has_a_kernel_for_prompts():
-    for width, file in ((128, "cpu_attention"), (129, "cpu_prompt_attention")):
-        assert serving("cpu", AttentionCase(F32, 64, width=width)).file == file
 
 
 def test_every_kernel_of_the_table_has_a_name_for_the_command_line():

@@ -1,0 +1,575 @@
+// The CPU's kernels: products, norms and attention of the few rows of a decode pass, and attention of prompts.
+//
+// `compile_cpu_kernels.py` makes LLVM text of this file, once per width of vector registers (LANES float32 numbers);
+// `cpu_kernels.py` compiles that text for the processor at hand, and XLA calls the handlers at the end of this file
+// through its FFI. Every function but the handlers and `noinline` ones is inlined, with constants for `type` and `rows`.
+//
+// A row's result never depends on the other rows: each sum has one order, whatever the number of rows or threads.
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "xla/ffi/api/c_api.h"
+
+int sched_yield(void);
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+typedef float floats __attribute__((ext_vector_type(LANES)));
+typedef int32_t integers __attribute__((ext_vector_type(LANES)));
+typedef uint32_t bits __attribute__((ext_vector_type(LANES)));
+typedef float floats_at __attribute__((ext_vector_type(LANES), aligned(4)));
+typedef uint16_t shorts_at __attribute__((ext_vector_type(LANES), aligned(2)));
+typedef _Float16 halves_at __attribute__((ext_vector_type(LANES), aligned(2)));
+typedef int8_t bytes_at __attribute__((ext_vector_type(LANES), aligned(1)));
+
+// ------------------------------------------------------------------------------------------------ vectors
+
+typedef enum { FLOAT32, BFLOAT16, FLOAT16, INT8 } Type;
+
+INLINE long bytes_of(Type type) { return type == FLOAT32 ? 4 : type == INT8 ? 1 : 2; }
+
+INLINE const void *element(const void *array, long index, Type type) {
+  return (const char *)array + index * bytes_of(type);
+}
+
+// LANES numbers of a type as float32, which holds each exactly.
+INLINE floats load(const void *at, Type type) {
+  switch (type) {
+    case BFLOAT16: {  // the upper half of a float32
+      bits upper = __builtin_convertvector(*(const shorts_at *)at, bits) << 16;
+      return (floats)upper;
+    }
+    case FLOAT16: return __builtin_convertvector(*(const halves_at *)at, floats);
+    case INT8: return __builtin_convertvector(*(const bytes_at *)at, floats);
+    default: return *(const floats_at *)at;
+  }
+}
+
+INLINE float load_one(const void *at, Type type) {
+  switch (type) {
+    case BFLOAT16: {
+      union { uint32_t i; float f; } upper = {(uint32_t)*(const uint16_t *)at << 16};
+      return upper.f;
+    }
+    case FLOAT16: return *(const _Float16 *)at;
+    case INT8: return *(const int8_t *)at;
+    default: return *(const float *)at;
+  }
+}
+
+INLINE void store(float *at, floats value) { *(floats_at *)at = value; }
+
+INLINE floats fma_(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
+
+INLINE floats larger(floats a, floats b) { return b > a ? b : a; }  // a, where b is not a number
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+INLINE long most(long a, long b) { return a > b ? a : b; }
+
+// Prefetches what lies `ahead` of the `size` bytes that are read now, into a core's second cache.
+INLINE void ask_ahead(const void *at, long size, long ahead) {
+  for (long offset = 0; offset < size; offset += 64) __builtin_prefetch((const char *)at + ahead + offset, 0, 2);
+}
+
+// One level of `sums`: adds the halves of each block of `size` lanes of `a`, then of `b`. Eight lanes, size 8 and 4:
+//   a = a0 .. a7, b = b0 .. b7  ->  a0+a4 .. a3+a7, b0+b4 .. b3+b7  ->  a0+a4+a2+a6, a1+a5+a3+a7, the same of b, ...
+#if LANES == 16
+INLINE floats halved(floats a, floats b, int size) {
+  switch (size) {
+    case 16:
+      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+             __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    case 8:
+      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+             __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    case 4:
+      return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+             __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    default:
+      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  }
+}
+#elif LANES == 8
+INLINE floats halved(floats a, floats b, int size) {
+  switch (size) {
+    case 8:
+      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+             __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    case 4:
+      return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13) +
+             __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
+    default:
+      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+  }
+}
+#else
+INLINE floats halved(floats a, floats b, int size) {
+  if (size == 4) return __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+}
+#endif
+
+// The sum over the lanes of each of `count` vectors, in lanes 0 .. count-1 of the first (LANES of them per vector).
+// `vectors` has room for a multiple of LANES. The order of a sum does not depend on the other vectors.
+INLINE void sums(floats *vectors, int count) {
+  UNROLL
+  for (int begin = 0; begin < count; begin += LANES) {
+    int some = count - begin < LANES ? count - begin : LANES;
+    UNROLL
+    for (int size = LANES; size > 1; size /= 2) {
+      UNROLL
+      for (int pair = 0; pair < (some + 1) / 2; pair++) {
+        floats a = vectors[begin + 2 * pair], b = 2 * pair + 1 < some ? vectors[begin + 2 * pair + 1] : a;
+        vectors[begin + pair] = halved(a, b, size);
+      }
+      some = (some + 1) / 2;
+    }
+    vectors[begin / LANES] = vectors[begin];
+  }
+}
+
+INLINE float sum(floats vector) {
+  sums(&vector, 1);
+  return vector[0];
+}
+
+// e to the power of each lane of x <= 0, to about one unit in the last place (Cephes' polynomial); below -87 as at -87.
+INLINE floats exponential(floats x) {
+  x = larger(x, (floats)-87.0f);
+  floats turns = __builtin_elementwise_rint(x * 1.4426950408889634f);
+  floats rest = fma_(turns, (floats)2.12194440e-4f, fma_(turns, (floats)-0.693359375f, x));
+  floats series = (floats)1.9875691500e-4f;
+  series = fma_(series, rest, (floats)1.3981999507e-3f);
+  series = fma_(series, rest, (floats)8.3334519073e-3f);
+  series = fma_(series, rest, (floats)4.1665795894e-2f);
+  series = fma_(series, rest, (floats)1.6666665459e-1f);
+  series = fma_(series, rest, (floats)5.0000001201e-1f);
+  floats value = fma_(series, rest * rest, rest) + 1.0f;
+  return (floats)((integers)value + (__builtin_convertvector(turns, integers) << 23));
+}
+
+// ------------------------------------------------------------------------------------------------ threads
+
+typedef struct Job Job;
+typedef void Work(long piece, const void *values);
+
+struct Job {
+  atomic_long next, done, holders;  // the next piece, how many are done, how many threads look at the job
+  long count;
+  Work *work;
+  const void *values;  // on the caller's stack: read by a thread that has a piece, and the caller waits for that
+};
+
+INLINE void leave(Job *job) {
+  if (atomic_fetch_sub_explicit(&job->holders, 1, memory_order_acq_rel) == 1) free(job);
+}
+
+INLINE void take_pieces(Job *job) {
+  long piece;
+  while ((piece = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed)) < job->count) {
+    job->work(piece, job->values);
+    atomic_fetch_add_explicit(&job->done, 1, memory_order_release);
+  }
+}
+
+NOINLINE void help(void *job) {
+  take_pieces(job);
+  leave(job);
+}
+
+// `for piece in range(count): work(piece, values)`, shared out over XLA's threads. The thread that XLA called never
+// waits for one that has not begun: a helper that comes too late finds nothing to do. The last one frees the job.
+INLINE void share_out(XLA_FFI_CallFrame *frame, long count, Work *work, const void *values) {
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args asked = {sizeof asked, NULL, frame->ctx, &threads};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&asked);
+  long helpers = least(threads - 1, count / 4);  // a thread is asked to help with four pieces at least
+  Job *job = malloc(sizeof(Job));
+  *job = (Job){0, 0, helpers + 1, count, work, values};
+  XLA_FFI_ThreadPool_Schedule_Args request = {sizeof request, NULL, frame->ctx, help, job};
+  for (long helper = 0; helper < helpers; helper++) {
+    error = frame->api->XLA_FFI_ThreadPool_Schedule(&request);
+    if (error) {
+      XLA_FFI_Error_Destroy_Args unused = {sizeof unused, NULL, error};
+      frame->api->XLA_FFI_Error_Destroy(&unused);
+      leave(job);
+    }
+  }
+  take_pieces(job);
+  while (atomic_load_explicit(&job->done, memory_order_acquire) < count) sched_yield();  // for a piece under way
+  leave(job);
+}
+
+// ------------------------------------------------------------------------------------------------ products
+
+enum { PIECE = 48, AHEAD = 8192, THIN_AHEAD = 4096 };  // outputs that a thread takes at a time; bytes
+// Up to THIN_ROWS rows are multiplied by an output or a few at a time, so that weights are read in order: always up to
+// ALWAYS_THIN, and more of float32 weights where THIN_NUMBERS of the rows leave room in a core's first cache. With
+// fewer than THIN_INPUTS inputs adding up the lanes costs more than that saves.
+enum { THIN_ROWS = 4, ALWAYS_THIN = 2, THIN_NUMBERS = 6144, THIN_INPUTS = 256, MOST_TILE = 24 };
+
+typedef struct {
+  const float *x;  // [rows, inputs]
+  const void *w;   // [outputs, inputs]
+  float *y;        // [rows, outputs]
+  long rows, inputs, outputs;
+} Product;
+
+// Adds the products of LANES inputs to the sums of `rows` rows and `width` outputs.
+INLINE void add_products(const float *x, const void *w, floats *total, long inputs, long at, int rows, int width,
+                         Type type) {
+  floats weights[6];
+  UNROLL
+  for (int output = 0; output < width; output++) weights[output] = load(element(w, output * inputs + at, type), type);
+  UNROLL
+  for (int row = 0; row < rows; row++) {
+    floats numbers = load(x + row * inputs + at, FLOAT32);
+    UNROLL
+    for (int output = 0; output < width; output++)
+      total[row * width + output] = fma_(numbers, weights[output], total[row * width + output]);
+  }
+}
+
+// `rows` rows of x times `width` outputs of w, summed in registers. Two rows and three outputs, LANES 16, 40 inputs:
+// six vectors of sums over inputs 0..15 and 16..31, then six totals over their lanes, then inputs 32 to 39 one by one.
+INLINE void tile(const float *x, const void *w, float *y, long inputs, long stride, int rows, int width, Type type,
+                 long ahead) {
+  floats total[MOST_TILE + LANES];
+  UNROLL
+  for (int i = 0; i < rows * width; i++) total[i] = (floats)0.0f;
+  // A turn of the loop takes a cache line of narrow weights, or four vectors.
+  const long turn = LANES * (type == FLOAT32 ? 1 : most(least(64 / (bytes_of(type) * LANES), 4), 1));
+  const long turns = inputs & -turn, whole = inputs & -(long)LANES;
+  long at = 0;
+  for (; at < turns; at += turn) {
+    UNROLL
+    for (int output = 0; output < width; output++)
+      ask_ahead(element(w, output * inputs + at, type), turn * bytes_of(type), ahead);
+    UNROLL
+    for (long vector = 0; vector < turn; vector += LANES)
+      add_products(x, w, total, inputs, at + vector, rows, width, type);
+  }
+  for (; at < whole; at += LANES) add_products(x, w, total, inputs, at, rows, width, type);
+  sums(total, rows * width);
+  float results[MOST_TILE + LANES];
+  UNROLL
+  for (int i = 0; i < rows * width; i += LANES) store(results + i, total[i / LANES]);
+  for (; at < inputs; at++)
+    for (int i = 0; i < rows * width; i++) {
+      const float weight = load_one(element(w, i % width * inputs + at, type), type);
+      results[i] = __builtin_fmaf(x[i / width * inputs + at], weight, results[i]);
+    }
+  UNROLL
+  for (int i = 0; i < rows * width; i++) y[i / width * stride + i % width] = results[i];
+}
+
+// Rows of a whole tile, and its outputs: the fastest that were tried for weights of a type.
+INLINE int tile_rows(Type type) { return LANES == 8 || type == INT8 ? 4 : 8; }
+INLINE int tile_outputs(Type type) { return LANES != 8 && type == INT8 ? 6 : 3; }
+INLINE int thin_outputs(int rows, Type type) { return rows == 1 && type == FLOAT32 ? 4 : 1; }
+
+INLINE void over_outputs(const Product *p, long row, long begin, long end, int rows, int width, Type type, long ahead) {
+  for (long output = begin; output < end; output += width) {
+    // The last tile overlaps the one before, perhaps another thread's: both write the same numbers.
+    long here = least(output, p->outputs - width);
+    tile(p->x + row * p->inputs, element(p->w, here * p->inputs, type), p->y + row * p->outputs + here, p->inputs,
+         p->outputs, rows, width, type, ahead);
+  }
+}
+
+INLINE void outputs_of(long piece, const Product *p, Type type) {
+  const long begin = piece * PIECE, end = least(begin + PIECE, p->outputs);
+  const int thin = p->inputs < THIN_INPUTS                                            ? 0
+                   : type == FLOAT32 && p->rows * p->inputs <= THIN_NUMBERS ? THIN_ROWS
+                                                                                      : ALWAYS_THIN;
+  if (p->rows <= thin) {
+    switch (p->rows) {
+#define THIN(ROWS) \
+  case ROWS: return over_outputs(p, 0, begin, end, ROWS, thin_outputs(ROWS, type), type, THIN_AHEAD);
+      THIN(1) THIN(2) THIN(3) THIN(4)
+    }
+  }
+  const long whole = p->rows - p->rows % tile_rows(type);
+  for (long row = 0; row < whole; row += tile_rows(type))
+    over_outputs(p, row, begin, end, tile_rows(type), tile_outputs(type), type, AHEAD);
+  switch (p->rows - whole) {
+#define REST(ROWS)        \
+  case ROWS:              \
+    if (ROWS < tile_rows(type)) over_outputs(p, whole, begin, end, ROWS, tile_outputs(type), type, AHEAD); \
+    break;
+    REST(1) REST(2) REST(3) REST(4) REST(5) REST(6) REST(7)
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ norms
+
+enum { NORMS_AT_ONCE = 64 };
+
+typedef struct {
+  const float *x, *weight;  // [rows, size], [size]
+  float *y;
+  float eps;
+  long rows, size;
+} Norm;
+
+// y = weight * x / sqrt(mean(x * x) + eps), row by row.
+NOINLINE void norms(long piece, const void *values) {
+  const Norm *n = values;
+  const long whole = n->size & -(long)LANES, end = least((piece + 1) * NORMS_AT_ONCE, n->rows);
+  for (long row = piece * NORMS_AT_ONCE; row < end; row++) {
+    const float *x = n->x + row * n->size;
+    float *y = n->y + row * n->size;
+    floats squares = (floats)0.0f;
+    for (long at = 0; at < whole; at += LANES) squares = fma_(load(x + at, FLOAT32), load(x + at, FLOAT32), squares);
+    float total = sum(squares);
+    for (long at = whole; at < n->size; at++) total = __builtin_fmaf(x[at], x[at], total);
+    const float factor = 1.0f / __builtin_sqrtf(total / (float)n->size + n->eps);
+    for (long at = 0; at < whole; at += LANES)
+      store(y + at, load(x + at, FLOAT32) * factor * load(n->weight + at, FLOAT32));
+    for (long at = whole; at < n->size; at++) y[at] = x[at] * factor * n->weight[at];
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ attention
+
+enum { CHUNK = 256, STEP = 16, ROWS_AT_ONCE = 16, BLOCK = 96, SLOTS = 4 };
+#define HIDDEN -1e30f  // the score of a slot that a row does not see
+extern const long head_dim;  // `cpu_kernels.py` writes it into the text that it compiles: loops over heads unroll
+
+typedef struct {
+  const float *q;             // [pairs, rows, head_dim], scaled: the query heads of one KV head are rows
+  const void *k, *v;          // [pairs, capacity, head_dim]
+  const int32_t *first, *last;  // [batch, rows]: the first and the last slot that a row sees
+  float *parts;               // [splits, pairs, rows * (head_dim + 2)]: sums of values, highest scores, sums of weights
+  long pairs, heads, rows, capacity, live, splits, blocks;
+} Attention;
+
+// Scores of `rows` queries with the keys of all slots, SLOTS at a time: `rows * SLOTS` sums over the head.
+INLINE void scores(const float *q, const void *k, float *weights, long slots, int rows, Type type) {
+  const long whole = head_dim & -(long)LANES;
+  for (long slot = 0; slot < slots; slot += SLOTS) {
+    const void *keys = element(k, slot * head_dim, type);
+    ask_ahead(keys, SLOTS * head_dim * bytes_of(type), AHEAD);
+    floats total[4 * SLOTS + LANES];
+    UNROLL
+    for (int i = 0; i < rows * SLOTS; i++) total[i] = (floats)0.0f;
+    for (long at = 0; at < whole; at += LANES) add_products(q, keys, total, head_dim, at, rows, SLOTS, type);
+    sums(total, rows * SLOTS);
+    float results[4 * SLOTS + LANES];
+    UNROLL
+    for (int i = 0; i < rows * SLOTS; i += LANES) store(results + i, total[i / LANES]);
+    for (long at = whole; at < head_dim; at++)
+      for (int i = 0; i < rows * SLOTS; i++) {
+        const float key = load_one(element(keys, i % SLOTS * head_dim + at, type), type);
+        results[i] = __builtin_fmaf(q[i / SLOTS * head_dim + at], key, results[i]);
+      }
+    UNROLL
+    for (int i = 0; i < rows * SLOTS; i++) weights[i / SLOTS * CHUNK + slot + i % SLOTS] = results[i];
+  }
+}
+
+// Turns a row's scores into weights, in place: e to what each is below the highest, 0 where the row does not see.
+// Returns the highest score, `highest` included; `total` becomes the sum of the weights.
+INLINE float soften(float *scores, long place, long slots, int first, int last, float highest, float *total) {
+  integers lane;
+  UNROLL
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  floats best = (floats)highest, all = (floats)0.0f;
+  for (long at = 0; at < slots; at += LANES) {
+    integers slot = lane + (int)(place + at), seen = (slot >= first) & (slot <= last);
+    best = larger(best, seen ? load(scores + at, FLOAT32) : (floats)HIDDEN);
+  }
+  float peak = best[0];
+  UNROLL
+  for (int i = 1; i < LANES; i++) peak = best[i] > peak ? best[i] : peak;
+  for (long at = 0; at < slots; at += LANES) {
+    integers slot = lane + (int)(place + at), seen = (slot >= first) & (slot <= last);
+    floats score = load(scores + at, FLOAT32);
+    // A score that is not a number stays none: it is an error that somebody must notice.
+    floats weight = seen ? exponential(score - peak) + (score - score) : (floats)0.0f;
+    store(scores + at, weight);
+    all += weight;
+  }
+  *total = sum(all);
+  return peak;
+}
+
+// Adds `rows` rows of weights times the values of all slots to their sums, some columns of the head at a time.
+INLINE void mix_columns(const float *weights, const void *v, float *out, long slots, int rows, int wide,
+                        Type type) {
+  floats total[16];
+  UNROLL
+  for (int i = 0; i < rows * wide; i++) total[i] = load(out + i / wide * head_dim + i % wide * LANES, FLOAT32);
+  for (long slot = 0; slot < slots; slot++) {
+    const void *values = element(v, slot * head_dim, type);
+    ask_ahead(values, wide * LANES * bytes_of(type), AHEAD);
+    UNROLL
+    for (int column = 0; column < wide; column++) {
+      floats value = load(element(values, column * LANES, type), type);
+      UNROLL
+      for (int row = 0; row < rows; row++)
+        total[row * wide + column] = fma_((floats)weights[row * CHUNK + slot], value, total[row * wide + column]);
+    }
+  }
+  UNROLL
+  for (int i = 0; i < rows * wide; i++) store(out + i / wide * head_dim + i % wide * LANES, total[i]);
+}
+
+INLINE void mix(const float *weights, const void *v, float *out, long slots, int rows, Type type) {
+  enum { WIDE = LANES == 8 ? 2 : 4 };
+  long column = 0;
+  for (; column + WIDE * LANES <= head_dim; column += WIDE * LANES)
+    mix_columns(weights, element(v, column, type), out + column, slots, rows, WIDE, type);
+  for (; column + LANES <= head_dim; column += LANES)
+    mix_columns(weights, element(v, column, type), out + column, slots, rows, 1, type);
+  for (; column < head_dim; column++)
+    for (int row = 0; row < rows; row++)
+      for (long slot = 0; slot < slots; slot++)
+        out[row * head_dim + column] =
+            __builtin_fmaf(weights[row * CHUNK + slot], load_one(element(v, slot * head_dim + column, type), type),
+                           out[row * head_dim + column]);
+}
+
+// Goes on with the sums of up to ROWS_AT_ONCE rows over the slots from `place` on, at most CHUNK.
+INLINE void attend_chunk(const float *q, const void *k, const void *v, const int32_t *first, const int32_t *last,
+                         float *values, float *highest, float *totals, long rows, long place, long slots,
+                         Type type) {
+  float weights[ROWS_AT_ONCE * CHUNK] __attribute__((aligned(64)));
+#define BY_ROWS(CALL)                       \
+  for (long row = 0; row < rows;) {         \
+    switch (least(rows - row, 4)) {         \
+      case 1: { enum { N = 1 }; CALL; } row += 1; break; \
+      case 2: { enum { N = 2 }; CALL; } row += 2; break; \
+      case 3: { enum { N = 3 }; CALL; } row += 3; break; \
+      default: { enum { N = 4 }; CALL; } row += 4;       \
+    }                                       \
+  }
+  BY_ROWS(scores(q + row * head_dim, k, weights + row * CHUNK, slots, N, type))
+  for (long row = 0; row < rows; row++) {
+    float total, before = highest[row];
+    highest[row] = soften(weights + row * CHUNK, place, slots, first[row], last[row], before, &total);
+    floats left = exponential((floats)(before - highest[row]));  // of the sums so far
+    totals[row] = __builtin_fmaf(totals[row], left[0], total);
+    for (long at = 0; at < head_dim; at++) values[row * head_dim + at] *= left[0];
+  }
+  BY_ROWS(mix(weights + row * CHUNK, v, values + row * head_dim, slots, N, type))
+}
+
+// The sums of a block of rows of a pair of sequence and KV head over one split of the cache. A window of a decode pass
+// has one split per chunk, at absolute places, so that its bits do not depend on where it begins; a prompt has one.
+INLINE void attend_block(long piece, const Attention *a, Type type) {
+  // The last rows of a prompt see the most: they come first.
+  const long pair = piece % a->pairs, split = piece / a->pairs % a->splits;
+  const long block = a->blocks - 1 - piece / a->pairs / a->splits;
+  const long from = a->splits > 1 ? split * CHUNK : 0, until = least(a->splits > 1 ? from + CHUNK : a->live, a->live);
+  const long size = head_dim, end = least((block + 1) * BLOCK, a->rows);
+  float *part = a->parts + (split * a->pairs + pair) * a->rows * (size + 2);
+  for (long row = block * BLOCK; row < end; row += ROWS_AT_ONCE) {
+    const long rows = least(end - row, ROWS_AT_ONCE);
+    const int32_t *first = a->first + pair / a->heads * a->rows + row, *last = a->last + (first - a->first);
+    float *values = part + row * size, *highest = part + a->rows * size + row, *totals = highest + a->rows;
+    long low = a->capacity, high = -1;
+    for (long i = 0; i < rows; i++) {
+      low = least(low, first[i]), high = most(high, last[i]);
+      highest[i] = HIDDEN, totals[i] = 0.0f;
+      for (long at = 0; at < size; at++) values[i * size + at] = 0.0f;
+    }
+    for (long place = most(from, low & -(long)CHUNK); place < least(until, high + 1); place += CHUNK) {
+      const long needed = (least(until, high + 1) - place + STEP - 1) & -(long)STEP;
+      const long at = (pair * a->capacity + place) * size;
+      attend_chunk(a->q + (pair * a->rows + row) * size, element(a->k, at, type), element(a->v, at, type), first, last,
+                   values, highest, totals, rows, place, least(least(needed, CHUNK), a->capacity - place), type);
+    }
+  }
+}
+
+// Adds up each row's splits, in their order, and divides by the sum of weights: zeros where a row sees nothing.
+NOINLINE void join(const Attention *a, float *out) {
+  const long size = head_dim, part = a->rows * (size + 2);
+  for (long index = 0; index < a->pairs * a->rows; index++) {
+    const float *parts = a->parts + index / a->rows * part, *numbers = parts + a->rows * size + index % a->rows;
+    float highest = HIDDEN, total = 0.0f, *y = out + index * size;
+    for (long at = 0; at < size; at++) y[at] = 0.0f;
+    for (long s = 0; s < a->splits; s++) {
+      float score = numbers[s * a->pairs * part];
+      highest = score > highest ? score : highest;
+    }
+    for (long s = 0; s < a->splits; s++) {
+      const float *sum = parts + s * a->pairs * part + index % a->rows * size, *of_split = numbers + s * a->pairs * part;
+      const float weight = exponential((floats)(of_split[0] - highest))[0];
+      for (long at = 0; at < size; at++) y[at] = __builtin_fmaf(sum[at], weight, y[at]);
+      total = __builtin_fmaf(of_split[a->rows], weight, total);
+    }
+    const int sees = !(total <= 0.0f);  // or is not a number
+    for (long at = 0; at < size; at++) y[at] = sees ? y[at] / total : 0.0f;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ handlers
+
+INLINE XLA_FFI_Buffer *argument(XLA_FFI_CallFrame *frame, long index) { return frame->args.args[index]; }
+INLINE XLA_FFI_Buffer *result(XLA_FFI_CallFrame *frame, long index) { return frame->rets.rets[index]; }
+
+// True if XLA only asks, at registration, which version of the interface a handler speaks. Minor versions move nothing
+// that is read here.
+INLINE int is_registration(XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
+  XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = frame->api->api_version.minor_version;
+  return 1;
+}
+
+// product(x: [rows, inputs] float32, w: [outputs, inputs]) -> [rows, outputs] float32
+INLINE XLA_FFI_Error *product(XLA_FFI_CallFrame *frame, Work *work) {
+  if (is_registration(frame)) return NULL;
+  XLA_FFI_Buffer *x = argument(frame, 0), *w = argument(frame, 1);
+  Product values = {x->data, w->data, result(frame, 0)->data, x->dims[0], x->dims[1], w->dims[0]};
+  share_out(frame, (values.outputs + PIECE - 1) / PIECE, work, &values);
+  return NULL;
+}
+
+// attention(q: [batch, heads, rows, head_dim] float32, k, v: [batch, heads, capacity, head_dim], first, last: [batch,
+// rows] int32, live: int32) -> [batch, heads, rows, head_dim], parts: [splits, ...]
+INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
+  if (is_registration(frame)) return NULL;
+  XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *parts = result(frame, 1);
+  Attention a = {.q = q->data, .k = k->data, .v = argument(frame, 2)->data};
+  a.first = argument(frame, 3)->data, a.last = argument(frame, 4)->data;
+  a.live = *(const int32_t *)argument(frame, 5)->data;
+  a.heads = q->dims[1], a.pairs = q->dims[0] * a.heads, a.rows = q->dims[2];
+  a.capacity = k->dims[2], a.parts = parts->data;
+  a.splits = parts->dims[0] > 1 ? (a.live + CHUNK - 1) / CHUNK : 1, a.blocks = (a.rows + BLOCK - 1) / BLOCK;
+  share_out(frame, a.pairs * a.splits * a.blocks, work, &a);
+  join(&a, result(frame, 0)->data);
+  return NULL;
+}
+
+// rms_norm(x: [rows, size], weight: [size], eps: scalar) -> [rows, size]; all float32
+XLA_FFI_Error *failfast_rms_norm(XLA_FFI_CallFrame *frame) {
+  if (is_registration(frame)) return NULL;
+  XLA_FFI_Buffer *x = argument(frame, 0);
+  Norm values = {x->data, argument(frame, 1)->data, result(frame, 0)->data, *(float *)argument(frame, 2)->data};
+  values.rows = x->dims[0], values.size = x->dims[1];
+  share_out(frame, (values.rows + NORMS_AT_ONCE - 1) / NORMS_AT_ONCE, norms, &values);
+  return NULL;
+}
+
+#define PRODUCT(NAME, TYPE)                                                                              \
+  NOINLINE void outputs_##NAME(long piece, const void *values) { outputs_of(piece, values, TYPE); }      \
+  XLA_FFI_Error *failfast_product_##NAME(XLA_FFI_CallFrame *frame) { return product(frame, outputs_##NAME); }
+#define ATTENTION(NAME, TYPE)                                                                            \
+  NOINLINE void attend_##NAME(long piece, const void *values) { attend_block(piece, values, TYPE); }     \
+  XLA_FFI_Error *failfast_attention_##NAME(XLA_FFI_CallFrame *frame) { return attention(frame, attend_##NAME); }
+
+PRODUCT(float32, FLOAT32) PRODUCT(bfloat16, BFLOAT16) PRODUCT(float16, FLOAT16) PRODUCT(int8, INT8)
+ATTENTION(float32, FLOAT32) ATTENTION(bfloat16, BFLOAT16) ATTENTION(float16, FLOAT16)

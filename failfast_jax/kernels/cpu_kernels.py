@@ -1,0 +1,107 @@
+"""The kernels of `cpu_kernels.c`, compiled for the processor at hand and known to XLA.
+
+Pallas has no backend for CPU, and XLA's own products pack a weight anew at every call. The package ships the C file as
+LLVM text (`compile_cpu_kernels`), which llvmlite compiles here: no compiler needs to be installed. XLA calls the
+kernels like its own operations, through `jax.ffi`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.resources
+import platform
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import llvmlite
+import llvmlite.binding as llvm
+
+from failfast_jax.util.files import write_atomically
+
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+"""Types of weights, and but for int8 of caches; sums are float32."""
+NO_UNIT = "a processor without fused multiply-add"
+MAX_WIDTH = 128
+"""Rows of a window of a decode pass; beyond, arithmetic bounds a product, and XLA's is as fast."""
+CHUNK, STEP = 256, 16
+"""Slots of the cache that `cpu_kernels.c` sums up at a time, and of which it takes a multiple."""
+PREFIX = "failfast_"
+
+_features = functools.cache(llvm.get_host_cpu_features)
+_engines: list[llvm.ExecutionEngine] = []
+"""They own the compiled code, which XLA's programs call until the process ends."""
+_lock = threading.Lock()
+
+
+def lanes() -> int | None:
+    """Float32 numbers in a vector register; None where kernels would not be faster than XLA's."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return 4
+    features = _features()
+    if features.get("avx512f"):
+        return 16
+    return 8 if features.get("avx2") and features.get("fma") else None
+
+
+def call(kernel: str, *shapes: jax.ShapeDtypeStruct, head_dim: int = 0) -> Callable[..., list[jax.Array]]:
+    """A call of a kernel by its name in `cpu_kernels.c`, without prefix; `jax.vmap` makes it one call per element.
+
+    Args:
+      shapes: of the results.
+      head_dim: numbers of a head, for attention.
+    """
+    with _lock:
+        target = _registered(kernel, head_dim, lanes())
+    return jax.ffi.ffi_call(target, list(shapes), vmap_method="sequential")
+
+
+@functools.cache
+def _registered(kernel: str, head_dim: int, width: int) -> str:
+    """Compiles a kernel for vectors of `width` numbers, and returns the name by which XLA knows it."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=_features().flatten(), opt=3
+    )
+    text = importlib.resources.files(__package__).joinpath(f"cpu_kernels_{width}.ll").read_text(encoding="utf-8")
+    # Other kernels are made internal, and go: compiling all of them takes seconds.
+    text = re.sub(rf"^define ptr @(?!{PREFIX}{kernel}\()", "define internal ptr @", text, flags=re.M)
+    text = text.replace("@head_dim = external constant i64", f"@head_dim = internal constant i64 {head_dim}")
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(_object_code(text, machine)))
+    engine.finalize_object()
+    _engines.append(engine)
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    address = engine.get_function_address(PREFIX + kernel)
+    name = f"{PREFIX}{kernel}_{head_dim}_{width}"
+    jax.ffi.register_ffi_target(name, capsule(address, None, None), platform="cpu")
+    return name
+
+
+def _object_code(text: str, machine: llvm.TargetMachine) -> bytes:
+    """Compiles LLVM text, or reads what was compiled from it before: it lies beside JAX's compiled programs."""
+    key = "\n".join((text, llvm.get_host_cpu_name(), _features().flatten(), llvmlite.__version__))
+    folder, name = jax.config.jax_compilation_cache_dir, f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()}.o"
+    path = Path(folder, name) if folder and "://" not in folder else None
+    with contextlib.suppress(OSError):
+        if path and path.is_file():
+            return path.read_bytes()
+    module = llvm.parse_assembly(text)
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_unrolling = False  # but for the loops that ask for it: half the time
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    code = machine.emit_object(module)
+    with contextlib.suppress(OSError):  # without a cache it is compiled anew next time
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, code)
+    return code

@@ -1,0 +1,4719 @@
+
+%struct.Norm = type { ptr, ptr, ptr, float, i64, i64 }
+%struct.XLA_FFI_Buffer = type { i64, ptr, i32, ptr, i64, ptr }
+%struct.XLA_FFI_CallFrame = type { i64, ptr, ptr, ptr, i32, %struct.XLA_FFI_Args, %struct.XLA_FFI_Rets, %struct.XLA_FFI_Attrs, ptr }
+%struct.XLA_FFI_Args = type { i64, ptr, i64, ptr, ptr }
+%struct.XLA_FFI_Rets = type { i64, ptr, i64, ptr, ptr }
+%struct.XLA_FFI_Attrs = type { i64, ptr, i64, ptr, ptr, ptr }
+%struct.XLA_FFI_Extension_Base = type { i64, i32, ptr }
+%struct.XLA_FFI_Metadata_Extension = type { %struct.XLA_FFI_Extension_Base, ptr }
+%struct.XLA_FFI_Metadata = type { i64, %struct.XLA_FFI_Api_Version, i32, %struct.XLA_FFI_TypeId }
+%struct.XLA_FFI_Api_Version = type { i64, ptr, i32, i32 }
+%struct.XLA_FFI_TypeId = type { i64 }
+%struct.XLA_FFI_Api = type { i64, ptr, %struct.XLA_FFI_Api_Version, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr }
+%struct.XLA_FFI_ThreadPool_NumThreads_Args = type { i64, ptr, ptr, ptr }
+%struct.Job = type { i64, i64, i64, i64, ptr, ptr }
+%struct.XLA_FFI_ThreadPool_Schedule_Args = type { i64, ptr, ptr, ptr, ptr }
+%struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
+%struct.Product = type { ptr, ptr, ptr, i64, i64, i64 }
+%struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64 }
+%union.anon = type { i32 }
+
+@head_dim = external constant i64, align 8
+
+define ptr @failfast_rms_norm(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  %3 = alloca ptr, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca %struct.Norm, align 8
+  store ptr %0, ptr %3, align 8
+  %6 = load ptr, ptr %3, align 8
+  %7 = call i32 @is_registration(ptr noundef %6)
+  %8 = icmp ne i32 %7, 0
+  br i1 %8, label %9, label %10
+
+9:
+  store ptr null, ptr %2, align 8
+  br label %54
+
+10:
+  %11 = load ptr, ptr %3, align 8
+  %12 = call ptr @argument(ptr noundef %11, i64 noundef 0)
+  store ptr %12, ptr %4, align 8
+  %13 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 0
+  %14 = load ptr, ptr %4, align 8
+  %15 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %14, i32 0, i32 3
+  %16 = load ptr, ptr %15, align 8
+  store ptr %16, ptr %13, align 8
+  %17 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 1
+  %18 = load ptr, ptr %3, align 8
+  %19 = call ptr @argument(ptr noundef %18, i64 noundef 1)
+  %20 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %19, i32 0, i32 3
+  %21 = load ptr, ptr %20, align 8
+  store ptr %21, ptr %17, align 8
+  %22 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 2
+  %23 = load ptr, ptr %3, align 8
+  %24 = call ptr @result(ptr noundef %23, i64 noundef 0)
+  %25 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %24, i32 0, i32 3
+  %26 = load ptr, ptr %25, align 8
+  store ptr %26, ptr %22, align 8
+  %27 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 3
+  %28 = load ptr, ptr %3, align 8
+  %29 = call ptr @argument(ptr noundef %28, i64 noundef 2)
+  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 3
+  %31 = load ptr, ptr %30, align 8
+  %32 = load float, ptr %31, align 4
+  store float %32, ptr %27, align 8
+  %33 = getelementptr i8, ptr %5, i64 28
+  call void @llvm.memset.p0.i64(ptr align 4 %33, i8 0, i64 4, i1 false)
+  %34 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 4
+  store i64 0, ptr %34, align 8
+  %35 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 5
+  store i64 0, ptr %35, align 8
+  %36 = load ptr, ptr %4, align 8
+  %37 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %36, i32 0, i32 5
+  %38 = load ptr, ptr %37, align 8
+  %39 = getelementptr inbounds i64, ptr %38, i64 0
+  %40 = load i64, ptr %39, align 8
+  %41 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 4
+  store i64 %40, ptr %41, align 8
+  %42 = load ptr, ptr %4, align 8
+  %43 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %42, i32 0, i32 5
+  %44 = load ptr, ptr %43, align 8
+  %45 = getelementptr inbounds i64, ptr %44, i64 1
+  %46 = load i64, ptr %45, align 8
+  %47 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 5
+  store i64 %46, ptr %47, align 8
+  %48 = load ptr, ptr %3, align 8
+  %49 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 4
+  %50 = load i64, ptr %49, align 8
+  %51 = add nsw i64 %50, 64
+  %52 = sub nsw i64 %51, 1
+  %53 = sdiv i64 %52, 64
+  call void @share_out(ptr noundef %48, i64 noundef %53, ptr noundef @norms, ptr noundef %5)
+  store ptr null, ptr %2, align 8
+  br label %54
+
+54:
+  %55 = load ptr, ptr %2, align 8
+  ret ptr %55
+}
+
+define internal i32 @is_registration(ptr noundef %0) #1 {
+  %2 = alloca i32, align 4
+  %3 = alloca ptr, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca i32, align 4
+  %6 = alloca ptr, align 8
+  store ptr %0, ptr %3, align 8
+  %7 = load ptr, ptr %3, align 8
+  %8 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %7, i32 0, i32 1
+  %9 = load ptr, ptr %8, align 8
+  store ptr %9, ptr %4, align 8
+  %10 = load ptr, ptr %4, align 8
+  %11 = icmp ne ptr %10, null
+  br i1 %11, label %12, label %17
+
+12:
+  %13 = load ptr, ptr %4, align 8
+  %14 = getelementptr inbounds nuw %struct.XLA_FFI_Extension_Base, ptr %13, i32 0, i32 1
+  %15 = load i32, ptr %14, align 8
+  %16 = icmp ne i32 %15, 1
+  br i1 %16, label %17, label %18
+
+17:
+  store i32 0, ptr %2, align 4
+  store i32 1, ptr %5, align 4
+  br label %34
+
+18:
+  %19 = load ptr, ptr %4, align 8
+  %20 = getelementptr inbounds nuw %struct.XLA_FFI_Metadata_Extension, ptr %19, i32 0, i32 1
+  %21 = load ptr, ptr %20, align 8
+  store ptr %21, ptr %6, align 8
+  %22 = load ptr, ptr %6, align 8
+  %23 = getelementptr inbounds nuw %struct.XLA_FFI_Metadata, ptr %22, i32 0, i32 1
+  %24 = getelementptr inbounds nuw %struct.XLA_FFI_Api_Version, ptr %23, i32 0, i32 2
+  store i32 0, ptr %24, align 8
+  %25 = load ptr, ptr %3, align 8
+  %26 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %25, i32 0, i32 2
+  %27 = load ptr, ptr %26, align 8
+  %28 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %27, i32 0, i32 2
+  %29 = getelementptr inbounds nuw %struct.XLA_FFI_Api_Version, ptr %28, i32 0, i32 3
+  %30 = load i32, ptr %29, align 4
+  %31 = load ptr, ptr %6, align 8
+  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Metadata, ptr %31, i32 0, i32 1
+  %33 = getelementptr inbounds nuw %struct.XLA_FFI_Api_Version, ptr %32, i32 0, i32 3
+  store i32 %30, ptr %33, align 4
+  store i32 1, ptr %2, align 4
+  store i32 1, ptr %5, align 4
+  br label %34
+
+34:
+  %35 = load i32, ptr %2, align 4
+  ret i32 %35
+}
+
+
+define internal ptr @argument(ptr noundef %0, i64 noundef %1) #1 {
+  %3 = alloca ptr, align 8
+  %4 = alloca i64, align 8
+  store ptr %0, ptr %3, align 8
+  store i64 %1, ptr %4, align 8
+  %5 = load ptr, ptr %3, align 8
+  %6 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %5, i32 0, i32 5
+  %7 = getelementptr inbounds nuw %struct.XLA_FFI_Args, ptr %6, i32 0, i32 4
+  %8 = load ptr, ptr %7, align 8
+  %9 = load i64, ptr %4, align 8
+  %10 = getelementptr inbounds ptr, ptr %8, i64 %9
+  %11 = load ptr, ptr %10, align 8
+  ret ptr %11
+}
+
+define internal ptr @result(ptr noundef %0, i64 noundef %1) #1 {
+  %3 = alloca ptr, align 8
+  %4 = alloca i64, align 8
+  store ptr %0, ptr %3, align 8
+  store i64 %1, ptr %4, align 8
+  %5 = load ptr, ptr %3, align 8
+  %6 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %5, i32 0, i32 6
+  %7 = getelementptr inbounds nuw %struct.XLA_FFI_Rets, ptr %6, i32 0, i32 4
+  %8 = load ptr, ptr %7, align 8
+  %9 = load i64, ptr %4, align 8
+  %10 = getelementptr inbounds ptr, ptr %8, i64 %9
+  %11 = load ptr, ptr %10, align 8
+  ret ptr %11
+}
+
+declare void @llvm.memset.p0.i64(ptr writeonly captures(none), i8, i64, i1 immarg) #3
+
+define internal void @share_out(ptr noundef %0, i64 noundef %1, ptr noundef %2, ptr noundef %3) #1 {
+  %5 = alloca ptr, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca ptr, align 8
+  %8 = alloca ptr, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca %struct.XLA_FFI_ThreadPool_NumThreads_Args, align 8
+  %11 = alloca ptr, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca ptr, align 8
+  %14 = alloca %struct.Job, align 8
+  %15 = alloca %struct.XLA_FFI_ThreadPool_Schedule_Args, align 8
+  %16 = alloca i64, align 8
+  %17 = alloca %struct.XLA_FFI_Error_Destroy_Args, align 8
+  %18 = alloca i64, align 8
+  store ptr %0, ptr %5, align 8
+  store i64 %1, ptr %6, align 8
+  store ptr %2, ptr %7, align 8
+  store ptr %3, ptr %8, align 8
+  store i64 1, ptr %9, align 8
+  %19 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_NumThreads_Args, ptr %10, i32 0, i32 0
+  store i64 32, ptr %19, align 8
+  %20 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_NumThreads_Args, ptr %10, i32 0, i32 1
+  store ptr null, ptr %20, align 8
+  %21 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_NumThreads_Args, ptr %10, i32 0, i32 2
+  %22 = load ptr, ptr %5, align 8
+  %23 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %22, i32 0, i32 3
+  %24 = load ptr, ptr %23, align 8
+  store ptr %24, ptr %21, align 8
+  %25 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_NumThreads_Args, ptr %10, i32 0, i32 3
+  store ptr %9, ptr %25, align 8
+  %26 = load ptr, ptr %5, align 8
+  %27 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %26, i32 0, i32 2
+  %28 = load ptr, ptr %27, align 8
+  %29 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %28, i32 0, i32 16
+  %30 = load ptr, ptr %29, align 8
+  %31 = call ptr %30(ptr noundef %10)
+  store ptr %31, ptr %11, align 8
+  %32 = load i64, ptr %9, align 8
+  %33 = sub nsw i64 %32, 1
+  %34 = load i64, ptr %6, align 8
+  %35 = sdiv i64 %34, 4
+  %36 = call i64 @least(i64 noundef %33, i64 noundef %35)
+  store i64 %36, ptr %12, align 8
+  %37 = call noalias ptr @malloc(i64 noundef 48) #14
+  store ptr %37, ptr %13, align 8
+  %38 = load ptr, ptr %13, align 8
+  %39 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 0
+  store i64 0, ptr %39, align 8
+  %40 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 1
+  store i64 0, ptr %40, align 8
+  %41 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 2
+  %42 = load i64, ptr %12, align 8
+  %43 = add nsw i64 %42, 1
+  store i64 %43, ptr %41, align 8
+  %44 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 3
+  %45 = load i64, ptr %6, align 8
+  store i64 %45, ptr %44, align 8
+  %46 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 4
+  %47 = load ptr, ptr %7, align 8
+  store ptr %47, ptr %46, align 8
+  %48 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 5
+  %49 = load ptr, ptr %8, align 8
+  store ptr %49, ptr %48, align 8
+  call void @llvm.memcpy.p0.p0.i64(ptr align 8 %38, ptr align 8 %14, i64 48, i1 false)
+  %50 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 0
+  store i64 40, ptr %50, align 8
+  %51 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 1
+  store ptr null, ptr %51, align 8
+  %52 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 2
+  %53 = load ptr, ptr %5, align 8
+  %54 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %53, i32 0, i32 3
+  %55 = load ptr, ptr %54, align 8
+  store ptr %55, ptr %52, align 8
+  %56 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 3
+  store ptr @help, ptr %56, align 8
+  %57 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 4
+  %58 = load ptr, ptr %13, align 8
+  store ptr %58, ptr %57, align 8
+  store i64 0, ptr %16, align 8
+  br label %59
+
+59:
+  %60 = load i64, ptr %16, align 8
+  %61 = load i64, ptr %12, align 8
+  %62 = icmp slt i64 %60, %61
+  br i1 %62, label %64, label %63
+
+63:
+  br label %88
+
+64:
+  %65 = load ptr, ptr %5, align 8
+  %66 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %65, i32 0, i32 2
+  %67 = load ptr, ptr %66, align 8
+  %68 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %67, i32 0, i32 15
+  %69 = load ptr, ptr %68, align 8
+  %70 = call ptr %69(ptr noundef %15)
+  store ptr %70, ptr %11, align 8
+  %71 = load ptr, ptr %11, align 8
+  %72 = icmp ne ptr %71, null
+  br i1 %72, label %73, label %84
+
+73:
+  %74 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %17, i32 0, i32 0
+  store i64 24, ptr %74, align 8
+  %75 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %17, i32 0, i32 1
+  store ptr null, ptr %75, align 8
+  %76 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %17, i32 0, i32 2
+  %77 = load ptr, ptr %11, align 8
+  store ptr %77, ptr %76, align 8
+  %78 = load ptr, ptr %5, align 8
+  %79 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %78, i32 0, i32 2
+  %80 = load ptr, ptr %79, align 8
+  %81 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %80, i32 0, i32 6
+  %82 = load ptr, ptr %81, align 8
+  call void %82(ptr noundef %17)
+  %83 = load ptr, ptr %13, align 8
+  call void @leave(ptr noundef %83)
+  br label %84
+
+84:
+  br label %85
+
+85:
+  %86 = load i64, ptr %16, align 8
+  %87 = add nsw i64 %86, 1
+  store i64 %87, ptr %16, align 8
+  br label %59, !llvm.loop !6
+
+88:
+  %89 = load ptr, ptr %13, align 8
+  call void @take_pieces(ptr noundef %89)
+  br label %90
+
+90:
+  %91 = load ptr, ptr %13, align 8
+  %92 = getelementptr inbounds nuw %struct.Job, ptr %91, i32 0, i32 1
+  %93 = load atomic i64, ptr %92 acquire, align 8
+  store i64 %93, ptr %18, align 8
+  %94 = load i64, ptr %18, align 8
+  %95 = load i64, ptr %6, align 8
+  %96 = icmp slt i64 %94, %95
+  br i1 %96, label %97, label %99
+
+97:
+  %98 = call i32 @sched_yield()
+  br label %90, !llvm.loop !8
+
+99:
+  %100 = load ptr, ptr %13, align 8
+  call void @leave(ptr noundef %100)
+  ret void
+}
+
+define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i32, align 4
+  %10 = alloca ptr, align 8
+  %11 = alloca ptr, align 8
+  %12 = alloca <8 x float>, align 32
+  %13 = alloca i64, align 8
+  %14 = alloca float, align 4
+  %15 = alloca i64, align 8
+  %16 = alloca float, align 4
+  %17 = alloca i64, align 8
+  %18 = alloca i64, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %19 = load ptr, ptr %4, align 8
+  store ptr %19, ptr %5, align 8
+  %20 = load ptr, ptr %5, align 8
+  %21 = getelementptr inbounds nuw %struct.Norm, ptr %20, i32 0, i32 5
+  %22 = load i64, ptr %21, align 8
+  %23 = and i64 %22, -8
+  store i64 %23, ptr %6, align 8
+  %24 = load i64, ptr %3, align 8
+  %25 = add nsw i64 %24, 1
+  %26 = mul nsw i64 %25, 64
+  %27 = load ptr, ptr %5, align 8
+  %28 = getelementptr inbounds nuw %struct.Norm, ptr %27, i32 0, i32 4
+  %29 = load i64, ptr %28, align 8
+  %30 = call i64 @least(i64 noundef %26, i64 noundef %29)
+  store i64 %30, ptr %7, align 8
+  %31 = load i64, ptr %3, align 8
+  %32 = mul nsw i64 %31, 64
+  store i64 %32, ptr %8, align 8
+  br label %33
+
+33:
+  %34 = load i64, ptr %8, align 8
+  %35 = load i64, ptr %7, align 8
+  %36 = icmp slt i64 %34, %35
+  br i1 %36, label %38, label %37
+
+37:
+  store i32 2, ptr %9, align 4
+  br label %174
+
+38:
+  %39 = load ptr, ptr %5, align 8
+  %40 = getelementptr inbounds nuw %struct.Norm, ptr %39, i32 0, i32 0
+  %41 = load ptr, ptr %40, align 8
+  %42 = load i64, ptr %8, align 8
+  %43 = load ptr, ptr %5, align 8
+  %44 = getelementptr inbounds nuw %struct.Norm, ptr %43, i32 0, i32 5
+  %45 = load i64, ptr %44, align 8
+  %46 = mul nsw i64 %42, %45
+  %47 = getelementptr inbounds float, ptr %41, i64 %46
+  store ptr %47, ptr %10, align 8
+  %48 = load ptr, ptr %5, align 8
+  %49 = getelementptr inbounds nuw %struct.Norm, ptr %48, i32 0, i32 2
+  %50 = load ptr, ptr %49, align 8
+  %51 = load i64, ptr %8, align 8
+  %52 = load ptr, ptr %5, align 8
+  %53 = getelementptr inbounds nuw %struct.Norm, ptr %52, i32 0, i32 5
+  %54 = load i64, ptr %53, align 8
+  %55 = mul nsw i64 %51, %54
+  %56 = getelementptr inbounds float, ptr %50, i64 %55
+  store ptr %56, ptr %11, align 8
+  store <8 x float> zeroinitializer, ptr %12, align 32
+  store i64 0, ptr %13, align 8
+  br label %57
+
+57:
+  %58 = load i64, ptr %13, align 8
+  %59 = load i64, ptr %6, align 8
+  %60 = icmp slt i64 %58, %59
+  br i1 %60, label %62, label %61
+
+61:
+  store i32 5, ptr %9, align 4
+  br label %76
+
+62:
+  %63 = load ptr, ptr %10, align 8
+  %64 = load i64, ptr %13, align 8
+  %65 = getelementptr inbounds float, ptr %63, i64 %64
+  %66 = call <8 x float> @load(ptr noundef %65, i32 noundef 0)
+  %67 = load ptr, ptr %10, align 8
+  %68 = load i64, ptr %13, align 8
+  %69 = getelementptr inbounds float, ptr %67, i64 %68
+  %70 = call <8 x float> @load(ptr noundef %69, i32 noundef 0)
+  %71 = load <8 x float>, ptr %12, align 32
+  %72 = call <8 x float> @fma_(<8 x float> noundef %66, <8 x float> noundef %70, <8 x float> noundef %71)
+  store <8 x float> %72, ptr %12, align 32
+  br label %73
+
+73:
+  %74 = load i64, ptr %13, align 8
+  %75 = add nsw i64 %74, 8
+  store i64 %75, ptr %13, align 8
+  br label %57, !llvm.loop !9
+
+76:
+  %77 = load <8 x float>, ptr %12, align 32
+  %78 = call float @sum(<8 x float> noundef %77)
+  store float %78, ptr %14, align 4
+  %79 = load i64, ptr %6, align 8
+  store i64 %79, ptr %15, align 8
+  br label %80
+
+80:
+  %81 = load i64, ptr %15, align 8
+  %82 = load ptr, ptr %5, align 8
+  %83 = getelementptr inbounds nuw %struct.Norm, ptr %82, i32 0, i32 5
+  %84 = load i64, ptr %83, align 8
+  %85 = icmp slt i64 %81, %84
+  br i1 %85, label %87, label %86
+
+86:
+  store i32 8, ptr %9, align 4
+  br label %101
+
+87:
+  %88 = load ptr, ptr %10, align 8
+  %89 = load i64, ptr %15, align 8
+  %90 = getelementptr inbounds float, ptr %88, i64 %89
+  %91 = load float, ptr %90, align 4
+  %92 = load ptr, ptr %10, align 8
+  %93 = load i64, ptr %15, align 8
+  %94 = getelementptr inbounds float, ptr %92, i64 %93
+  %95 = load float, ptr %94, align 4
+  %96 = load float, ptr %14, align 4
+  %97 = call float @llvm.fma.f32(float %91, float %95, float %96)
+  store float %97, ptr %14, align 4
+  br label %98
+
+98:
+  %99 = load i64, ptr %15, align 8
+  %100 = add nsw i64 %99, 1
+  store i64 %100, ptr %15, align 8
+  br label %80, !llvm.loop !10
+
+101:
+  %102 = load float, ptr %14, align 4
+  %103 = load ptr, ptr %5, align 8
+  %104 = getelementptr inbounds nuw %struct.Norm, ptr %103, i32 0, i32 5
+  %105 = load i64, ptr %104, align 8
+  %106 = sitofp i64 %105 to float
+  %107 = fdiv float %102, %106
+  %108 = load ptr, ptr %5, align 8
+  %109 = getelementptr inbounds nuw %struct.Norm, ptr %108, i32 0, i32 3
+  %110 = load float, ptr %109, align 8
+  %111 = fadd float %107, %110
+  %112 = call float @sqrtf(float noundef %111) #13
+  %113 = fdiv float 1.000000e+00, %112
+  store float %113, ptr %16, align 4
+  store i64 0, ptr %17, align 8
+  br label %114
+
+114:
+  %115 = load i64, ptr %17, align 8
+  %116 = load i64, ptr %6, align 8
+  %117 = icmp slt i64 %115, %116
+  br i1 %117, label %119, label %118
+
+118:
+  store i32 11, ptr %9, align 4
+  br label %141
+
+119:
+  %120 = load ptr, ptr %11, align 8
+  %121 = load i64, ptr %17, align 8
+  %122 = getelementptr inbounds float, ptr %120, i64 %121
+  %123 = load ptr, ptr %10, align 8
+  %124 = load i64, ptr %17, align 8
+  %125 = getelementptr inbounds float, ptr %123, i64 %124
+  %126 = call <8 x float> @load(ptr noundef %125, i32 noundef 0)
+  %127 = load float, ptr %16, align 4
+  %128 = insertelement <8 x float> poison, float %127, i64 0
+  %129 = shufflevector <8 x float> %128, <8 x float> poison, <8 x i32> zeroinitializer
+  %130 = fmul <8 x float> %126, %129
+  %131 = load ptr, ptr %5, align 8
+  %132 = getelementptr inbounds nuw %struct.Norm, ptr %131, i32 0, i32 1
+  %133 = load ptr, ptr %132, align 8
+  %134 = load i64, ptr %17, align 8
+  %135 = getelementptr inbounds float, ptr %133, i64 %134
+  %136 = call <8 x float> @load(ptr noundef %135, i32 noundef 0)
+  %137 = fmul <8 x float> %130, %136
+  call void @store(ptr noundef %122, <8 x float> noundef %137)
+  br label %138
+
+138:
+  %139 = load i64, ptr %17, align 8
+  %140 = add nsw i64 %139, 8
+  store i64 %140, ptr %17, align 8
+  br label %114, !llvm.loop !11
+
+141:
+  %142 = load i64, ptr %6, align 8
+  store i64 %142, ptr %18, align 8
+  br label %143
+
+143:
+  %144 = load i64, ptr %18, align 8
+  %145 = load ptr, ptr %5, align 8
+  %146 = getelementptr inbounds nuw %struct.Norm, ptr %145, i32 0, i32 5
+  %147 = load i64, ptr %146, align 8
+  %148 = icmp slt i64 %144, %147
+  br i1 %148, label %150, label %149
+
+149:
+  store i32 14, ptr %9, align 4
+  br label %170
+
+150:
+  %151 = load ptr, ptr %10, align 8
+  %152 = load i64, ptr %18, align 8
+  %153 = getelementptr inbounds float, ptr %151, i64 %152
+  %154 = load float, ptr %153, align 4
+  %155 = load float, ptr %16, align 4
+  %156 = fmul float %154, %155
+  %157 = load ptr, ptr %5, align 8
+  %158 = getelementptr inbounds nuw %struct.Norm, ptr %157, i32 0, i32 1
+  %159 = load ptr, ptr %158, align 8
+  %160 = load i64, ptr %18, align 8
+  %161 = getelementptr inbounds float, ptr %159, i64 %160
+  %162 = load float, ptr %161, align 4
+  %163 = fmul float %156, %162
+  %164 = load ptr, ptr %11, align 8
+  %165 = load i64, ptr %18, align 8
+  %166 = getelementptr inbounds float, ptr %164, i64 %165
+  store float %163, ptr %166, align 4
+  br label %167
+
+167:
+  %168 = load i64, ptr %18, align 8
+  %169 = add nsw i64 %168, 1
+  store i64 %169, ptr %18, align 8
+  br label %143, !llvm.loop !12
+
+170:
+  br label %171
+
+171:
+  %172 = load i64, ptr %8, align 8
+  %173 = add nsw i64 %172, 1
+  store i64 %173, ptr %8, align 8
+  br label %33, !llvm.loop !13
+
+174:
+  ret void
+}
+
+
+define ptr @failfast_product_float32(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @product(ptr noundef %3, ptr noundef @outputs_float32)
+  ret ptr %4
+}
+
+define internal ptr @product(ptr noundef %0, ptr noundef %1) #1 {
+  %3 = alloca ptr, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca ptr, align 8
+  %7 = alloca ptr, align 8
+  %8 = alloca %struct.Product, align 8
+  store ptr %0, ptr %4, align 8
+  store ptr %1, ptr %5, align 8
+  %9 = load ptr, ptr %4, align 8
+  %10 = call i32 @is_registration(ptr noundef %9)
+  %11 = icmp ne i32 %10, 0
+  br i1 %11, label %12, label %13
+
+12:
+  store ptr null, ptr %3, align 8
+  br label %56
+
+13:
+  %14 = load ptr, ptr %4, align 8
+  %15 = call ptr @argument(ptr noundef %14, i64 noundef 0)
+  store ptr %15, ptr %6, align 8
+  %16 = load ptr, ptr %4, align 8
+  %17 = call ptr @argument(ptr noundef %16, i64 noundef 1)
+  store ptr %17, ptr %7, align 8
+  %18 = getelementptr inbounds nuw %struct.Product, ptr %8, i32 0, i32 0
+  %19 = load ptr, ptr %6, align 8
+  %20 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %19, i32 0, i32 3
+  %21 = load ptr, ptr %20, align 8
+  store ptr %21, ptr %18, align 8
+  %22 = getelementptr inbounds nuw %struct.Product, ptr %8, i32 0, i32 1
+  %23 = load ptr, ptr %7, align 8
+  %24 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %23, i32 0, i32 3
+  %25 = load ptr, ptr %24, align 8
+  store ptr %25, ptr %22, align 8
+  %26 = getelementptr inbounds nuw %struct.Product, ptr %8, i32 0, i32 2
+  %27 = load ptr, ptr %4, align 8
+  %28 = call ptr @result(ptr noundef %27, i64 noundef 0)
+  %29 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %28, i32 0, i32 3
+  %30 = load ptr, ptr %29, align 8
+  store ptr %30, ptr %26, align 8
+  %31 = getelementptr inbounds nuw %struct.Product, ptr %8, i32 0, i32 3
+  %32 = load ptr, ptr %6, align 8
+  %33 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %32, i32 0, i32 5
+  %34 = load ptr, ptr %33, align 8
+  %35 = getelementptr inbounds i64, ptr %34, i64 0
+  %36 = load i64, ptr %35, align 8
+  store i64 %36, ptr %31, align 8
+  %37 = getelementptr inbounds nuw %struct.Product, ptr %8, i32 0, i32 4
+  %38 = load ptr, ptr %6, align 8
+  %39 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %38, i32 0, i32 5
+  %40 = load ptr, ptr %39, align 8
+  %41 = getelementptr inbounds i64, ptr %40, i64 1
+  %42 = load i64, ptr %41, align 8
+  store i64 %42, ptr %37, align 8
+  %43 = getelementptr inbounds nuw %struct.Product, ptr %8, i32 0, i32 5
+  %44 = load ptr, ptr %7, align 8
+  %45 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %44, i32 0, i32 5
+  %46 = load ptr, ptr %45, align 8
+  %47 = getelementptr inbounds i64, ptr %46, i64 0
+  %48 = load i64, ptr %47, align 8
+  store i64 %48, ptr %43, align 8
+  %49 = load ptr, ptr %4, align 8
+  %50 = getelementptr inbounds nuw %struct.Product, ptr %8, i32 0, i32 5
+  %51 = load i64, ptr %50, align 8
+  %52 = add nsw i64 %51, 48
+  %53 = sub nsw i64 %52, 1
+  %54 = sdiv i64 %53, 48
+  %55 = load ptr, ptr %5, align 8
+  call void @share_out(ptr noundef %49, i64 noundef %54, ptr noundef %55, ptr noundef %8)
+  store ptr null, ptr %3, align 8
+  br label %56
+
+56:
+  %57 = load ptr, ptr %3, align 8
+  ret ptr %57
+}
+
+define internal void @outputs_float32(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @outputs_of(i64 noundef %5, ptr noundef %6, i32 noundef 0)
+  ret void
+}
+
+define ptr @failfast_product_bfloat16(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @product(ptr noundef %3, ptr noundef @outputs_bfloat16)
+  ret ptr %4
+}
+
+define internal void @outputs_bfloat16(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @outputs_of(i64 noundef %5, ptr noundef %6, i32 noundef 1)
+  ret void
+}
+
+define ptr @failfast_product_float16(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @product(ptr noundef %3, ptr noundef @outputs_float16)
+  ret ptr %4
+}
+
+define internal void @outputs_float16(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @outputs_of(i64 noundef %5, ptr noundef %6, i32 noundef 2)
+  ret void
+}
+
+define ptr @failfast_product_int8(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @product(ptr noundef %3, ptr noundef @outputs_int8)
+  ret ptr %4
+}
+
+define internal void @outputs_int8(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @outputs_of(i64 noundef %5, ptr noundef %6, i32 noundef 3)
+  ret void
+}
+
+define ptr @failfast_attention_float32(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @attention(ptr noundef %3, ptr noundef @attend_float32)
+  ret ptr %4
+}
+
+define internal ptr @attention(ptr noundef %0, ptr noundef %1) #1 {
+  %3 = alloca ptr, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca ptr, align 8
+  %7 = alloca ptr, align 8
+  %8 = alloca ptr, align 8
+  %9 = alloca %struct.Attention, align 8
+  store ptr %0, ptr %4, align 8
+  store ptr %1, ptr %5, align 8
+  %10 = load ptr, ptr %4, align 8
+  %11 = call i32 @is_registration(ptr noundef %10)
+  %12 = icmp ne i32 %11, 0
+  br i1 %12, label %13, label %14
+
+13:
+  store ptr null, ptr %3, align 8
+  br label %128
+
+14:
+  %15 = load ptr, ptr %4, align 8
+  %16 = call ptr @argument(ptr noundef %15, i64 noundef 0)
+  store ptr %16, ptr %6, align 8
+  %17 = load ptr, ptr %4, align 8
+  %18 = call ptr @argument(ptr noundef %17, i64 noundef 1)
+  store ptr %18, ptr %7, align 8
+  %19 = load ptr, ptr %4, align 8
+  %20 = call ptr @result(ptr noundef %19, i64 noundef 1)
+  store ptr %20, ptr %8, align 8
+  call void @llvm.memset.p0.i64(ptr align 8 %9, i8 0, i64 104, i1 false)
+  %21 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 0
+  %22 = load ptr, ptr %6, align 8
+  %23 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %22, i32 0, i32 3
+  %24 = load ptr, ptr %23, align 8
+  store ptr %24, ptr %21, align 8
+  %25 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 1
+  %26 = load ptr, ptr %7, align 8
+  %27 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %26, i32 0, i32 3
+  %28 = load ptr, ptr %27, align 8
+  store ptr %28, ptr %25, align 8
+  %29 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 2
+  %30 = load ptr, ptr %4, align 8
+  %31 = call ptr @argument(ptr noundef %30, i64 noundef 2)
+  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %31, i32 0, i32 3
+  %33 = load ptr, ptr %32, align 8
+  store ptr %33, ptr %29, align 8
+  %34 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 3
+  %35 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 4
+  %36 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 5
+  %37 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 6
+  %38 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 7
+  %39 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 8
+  %40 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 9
+  %41 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 10
+  %42 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 11
+  %43 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 12
+  %44 = load ptr, ptr %4, align 8
+  %45 = call ptr @argument(ptr noundef %44, i64 noundef 3)
+  %46 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %45, i32 0, i32 3
+  %47 = load ptr, ptr %46, align 8
+  %48 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 3
+  store ptr %47, ptr %48, align 8
+  %49 = load ptr, ptr %4, align 8
+  %50 = call ptr @argument(ptr noundef %49, i64 noundef 4)
+  %51 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %50, i32 0, i32 3
+  %52 = load ptr, ptr %51, align 8
+  %53 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 4
+  store ptr %52, ptr %53, align 8
+  %54 = load ptr, ptr %4, align 8
+  %55 = call ptr @argument(ptr noundef %54, i64 noundef 5)
+  %56 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %55, i32 0, i32 3
+  %57 = load ptr, ptr %56, align 8
+  %58 = load i32, ptr %57, align 4
+  %59 = sext i32 %58 to i64
+  %60 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 10
+  store i64 %59, ptr %60, align 8
+  %61 = load ptr, ptr %6, align 8
+  %62 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %61, i32 0, i32 5
+  %63 = load ptr, ptr %62, align 8
+  %64 = getelementptr inbounds i64, ptr %63, i64 1
+  %65 = load i64, ptr %64, align 8
+  %66 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 7
+  store i64 %65, ptr %66, align 8
+  %67 = load ptr, ptr %6, align 8
+  %68 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %67, i32 0, i32 5
+  %69 = load ptr, ptr %68, align 8
+  %70 = getelementptr inbounds i64, ptr %69, i64 0
+  %71 = load i64, ptr %70, align 8
+  %72 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 7
+  %73 = load i64, ptr %72, align 8
+  %74 = mul nsw i64 %71, %73
+  %75 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 6
+  store i64 %74, ptr %75, align 8
+  %76 = load ptr, ptr %6, align 8
+  %77 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %76, i32 0, i32 5
+  %78 = load ptr, ptr %77, align 8
+  %79 = getelementptr inbounds i64, ptr %78, i64 2
+  %80 = load i64, ptr %79, align 8
+  %81 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 8
+  store i64 %80, ptr %81, align 8
+  %82 = load ptr, ptr %7, align 8
+  %83 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %82, i32 0, i32 5
+  %84 = load ptr, ptr %83, align 8
+  %85 = getelementptr inbounds i64, ptr %84, i64 2
+  %86 = load i64, ptr %85, align 8
+  %87 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 9
+  store i64 %86, ptr %87, align 8
+  %88 = load ptr, ptr %8, align 8
+  %89 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %88, i32 0, i32 3
+  %90 = load ptr, ptr %89, align 8
+  %91 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 5
+  store ptr %90, ptr %91, align 8
+  %92 = load ptr, ptr %8, align 8
+  %93 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %92, i32 0, i32 5
+  %94 = load ptr, ptr %93, align 8
+  %95 = getelementptr inbounds i64, ptr %94, i64 0
+  %96 = load i64, ptr %95, align 8
+  %97 = icmp sgt i64 %96, 1
+  br i1 %97, label %98, label %104
+
+98:
+  %99 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 10
+  %100 = load i64, ptr %99, align 8
+  %101 = add nsw i64 %100, 256
+  %102 = sub nsw i64 %101, 1
+  %103 = sdiv i64 %102, 256
+  br label %105
+
+104:
+  br label %105
+
+105:
+  %106 = phi i64 [ %103, %98 ], [ 1, %104 ]
+  %107 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 11
+  store i64 %106, ptr %107, align 8
+  %108 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 8
+  %109 = load i64, ptr %108, align 8
+  %110 = add nsw i64 %109, 96
+  %111 = sub nsw i64 %110, 1
+  %112 = sdiv i64 %111, 96
+  %113 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 12
+  store i64 %112, ptr %113, align 8
+  %114 = load ptr, ptr %4, align 8
+  %115 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 6
+  %116 = load i64, ptr %115, align 8
+  %117 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 11
+  %118 = load i64, ptr %117, align 8
+  %119 = mul nsw i64 %116, %118
+  %120 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 12
+  %121 = load i64, ptr %120, align 8
+  %122 = mul nsw i64 %119, %121
+  %123 = load ptr, ptr %5, align 8
+  call void @share_out(ptr noundef %114, i64 noundef %122, ptr noundef %123, ptr noundef %9)
+  %124 = load ptr, ptr %4, align 8
+  %125 = call ptr @result(ptr noundef %124, i64 noundef 0)
+  %126 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %125, i32 0, i32 3
+  %127 = load ptr, ptr %126, align 8
+  call void @join(ptr noundef %9, ptr noundef %127)
+  store ptr null, ptr %3, align 8
+  br label %128
+
+128:
+  %129 = load ptr, ptr %3, align 8
+  ret ptr %129
+}
+
+define internal void @attend_float32(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @attend_block(i64 noundef %5, ptr noundef %6, i32 noundef 0)
+  ret void
+}
+
+define ptr @failfast_attention_bfloat16(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @attention(ptr noundef %3, ptr noundef @attend_bfloat16)
+  ret ptr %4
+}
+
+define internal void @attend_bfloat16(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @attend_block(i64 noundef %5, ptr noundef %6, i32 noundef 1)
+  ret void
+}
+
+define ptr @failfast_attention_float16(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @attention(ptr noundef %3, ptr noundef @attend_float16)
+  ret ptr %4
+}
+
+define internal void @attend_float16(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @attend_block(i64 noundef %5, ptr noundef %6, i32 noundef 2)
+  ret void
+}
+
+define internal i64 @least(i64 noundef %0, i64 noundef %1) #1 {
+  %3 = alloca i64, align 8
+  %4 = alloca i64, align 8
+  store i64 %0, ptr %3, align 8
+  store i64 %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load i64, ptr %4, align 8
+  %7 = icmp slt i64 %5, %6
+  br i1 %7, label %8, label %10
+
+8:
+  %9 = load i64, ptr %3, align 8
+  br label %12
+
+10:
+  %11 = load i64, ptr %4, align 8
+  br label %12
+
+12:
+  %13 = phi i64 [ %9, %8 ], [ %11, %10 ]
+  ret i64 %13
+}
+
+declare noalias ptr @malloc(i64 noundef) #6
+
+declare void @llvm.memcpy.p0.p0.i64(ptr noalias writeonly captures(none), ptr noalias readonly captures(none), i64, i1 immarg) #7
+
+define internal void @help(ptr noundef %0) #5 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  call void @take_pieces(ptr noundef %3)
+  %4 = load ptr, ptr %2, align 8
+  call void @leave(ptr noundef %4)
+  ret void
+}
+
+define internal void @leave(ptr noundef %0) #1 {
+  %2 = alloca ptr, align 8
+  %3 = alloca i64, align 8
+  %4 = alloca i64, align 8
+  store ptr %0, ptr %2, align 8
+  %5 = load ptr, ptr %2, align 8
+  %6 = getelementptr inbounds nuw %struct.Job, ptr %5, i32 0, i32 2
+  store i64 1, ptr %3, align 8
+  %7 = load i64, ptr %3, align 8
+  %8 = atomicrmw sub ptr %6, i64 %7 acq_rel, align 8
+  store i64 %8, ptr %4, align 8
+  %9 = load i64, ptr %4, align 8
+  %10 = icmp eq i64 %9, 1
+  br i1 %10, label %11, label %13
+
+11:
+  %12 = load ptr, ptr %2, align 8
+  call void @free(ptr noundef %12) #13
+  br label %13
+
+13:
+  ret void
+}
+
+define internal void @take_pieces(ptr noundef %0) #1 {
+  %2 = alloca ptr, align 8
+  %3 = alloca i64, align 8
+  %4 = alloca i64, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca i64, align 8
+  store ptr %0, ptr %2, align 8
+  br label %8
+
+8:
+  %9 = load ptr, ptr %2, align 8
+  %10 = getelementptr inbounds nuw %struct.Job, ptr %9, i32 0, i32 0
+  store i64 1, ptr %4, align 8
+  %11 = load i64, ptr %4, align 8
+  %12 = atomicrmw add ptr %10, i64 %11 monotonic, align 8
+  store i64 %12, ptr %5, align 8
+  %13 = load i64, ptr %5, align 8
+  store i64 %13, ptr %3, align 8
+  %14 = load ptr, ptr %2, align 8
+  %15 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 3
+  %16 = load i64, ptr %15, align 8
+  %17 = icmp slt i64 %13, %16
+  br i1 %17, label %18, label %31
+
+18:
+  %19 = load ptr, ptr %2, align 8
+  %20 = getelementptr inbounds nuw %struct.Job, ptr %19, i32 0, i32 4
+  %21 = load ptr, ptr %20, align 8
+  %22 = load i64, ptr %3, align 8
+  %23 = load ptr, ptr %2, align 8
+  %24 = getelementptr inbounds nuw %struct.Job, ptr %23, i32 0, i32 5
+  %25 = load ptr, ptr %24, align 8
+  call void %21(i64 noundef %22, ptr noundef %25)
+  %26 = load ptr, ptr %2, align 8
+  %27 = getelementptr inbounds nuw %struct.Job, ptr %26, i32 0, i32 1
+  store i64 1, ptr %6, align 8
+  %28 = load i64, ptr %6, align 8
+  %29 = atomicrmw add ptr %27, i64 %28 release, align 8
+  store i64 %29, ptr %7, align 8
+  %30 = load i64, ptr %7, align 8
+  br label %8, !llvm.loop !14
+
+31:
+  ret void
+}
+
+declare i32 @sched_yield() #8
+
+declare void @free(ptr noundef) #9
+
+define internal <8 x float> @fma_(<8 x float> noundef %0, <8 x float> noundef %1, <8 x float> noundef %2) #10 {
+  %4 = alloca <8 x float>, align 32
+  %5 = alloca <8 x float>, align 32
+  %6 = alloca <8 x float>, align 32
+  store <8 x float> %0, ptr %4, align 32
+  store <8 x float> %1, ptr %5, align 32
+  store <8 x float> %2, ptr %6, align 32
+  %7 = load <8 x float>, ptr %4, align 32
+  %8 = load <8 x float>, ptr %5, align 32
+  %9 = load <8 x float>, ptr %6, align 32
+  %10 = call <8 x float> @llvm.fma.v8f32(<8 x float> %7, <8 x float> %8, <8 x float> %9)
+  ret <8 x float> %10
+}
+
+define internal <8 x float> @load(ptr noundef %0, i32 noundef %1) #10 {
+  %3 = alloca <8 x float>, align 32
+  %4 = alloca ptr, align 8
+  %5 = alloca i32, align 4
+  %6 = alloca <8 x i32>, align 32
+  store ptr %0, ptr %4, align 8
+  store i32 %1, ptr %5, align 4
+  %7 = load i32, ptr %5, align 4
+  switch i32 %7, label %23 [
+    i32 1, label %8
+    i32 2, label %15
+    i32 3, label %19
+  ]
+
+8:
+  %9 = load ptr, ptr %4, align 8
+  %10 = load <8 x i16>, ptr %9, align 2
+  %11 = zext <8 x i16> %10 to <8 x i32>
+  %12 = shl <8 x i32> %11, splat (i32 16)
+  store <8 x i32> %12, ptr %6, align 32
+  %13 = load <8 x i32>, ptr %6, align 32
+  %14 = bitcast <8 x i32> %13 to <8 x float>
+  store <8 x float> %14, ptr %3, align 32
+  br label %26
+
+15:
+  %16 = load ptr, ptr %4, align 8
+  %17 = load <8 x half>, ptr %16, align 2
+  %18 = fpext <8 x half> %17 to <8 x float>
+  store <8 x float> %18, ptr %3, align 32
+  br label %26
+
+19:
+  %20 = load ptr, ptr %4, align 8
+  %21 = load <8 x i8>, ptr %20, align 1
+  %22 = sitofp <8 x i8> %21 to <8 x float>
+  store <8 x float> %22, ptr %3, align 32
+  br label %26
+
+23:
+  %24 = load ptr, ptr %4, align 8
+  %25 = load <8 x float>, ptr %24, align 4
+  store <8 x float> %25, ptr %3, align 32
+  br label %26
+
+26:
+  %27 = load <8 x float>, ptr %3, align 32
+  ret <8 x float> %27
+}
+
+define internal float @sum(<8 x float> noundef %0) #10 {
+  %2 = alloca <8 x float>, align 32
+  store <8 x float> %0, ptr %2, align 32
+  call void @sums(ptr noundef %2, i32 noundef 1)
+  %3 = load <8 x float>, ptr %2, align 32
+  %4 = extractelement <8 x float> %3, i32 0
+  ret float %4
+}
+
+declare float @llvm.fma.f32(float, float, float) #11
+
+declare float @sqrtf(float noundef) #9
+
+define internal void @store(ptr noundef %0, <8 x float> noundef %1) #10 {
+  %3 = alloca ptr, align 8
+  %4 = alloca <8 x float>, align 32
+  store ptr %0, ptr %3, align 8
+  store <8 x float> %1, ptr %4, align 32
+  %5 = load <8 x float>, ptr %4, align 32
+  %6 = load ptr, ptr %3, align 8
+  store <8 x float> %5, ptr %6, align 4
+  ret void
+}
+
+declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>) #11
+
+define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
+  %3 = alloca ptr, align 8
+  %4 = alloca i32, align 4
+  %5 = alloca i32, align 4
+  %6 = alloca i32, align 4
+  %7 = alloca i32, align 4
+  %8 = alloca i32, align 4
+  %9 = alloca i32, align 4
+  %10 = alloca <8 x float>, align 32
+  %11 = alloca <8 x float>, align 32
+  store ptr %0, ptr %3, align 8
+  store i32 %1, ptr %4, align 4
+  store i32 0, ptr %5, align 4
+  br label %12
+
+12:
+  %13 = load i32, ptr %5, align 4
+  %14 = load i32, ptr %4, align 4
+  %15 = icmp slt i32 %13, %14
+  br i1 %15, label %17, label %16
+
+16:
+  store i32 2, ptr %6, align 4
+  br label %103
+
+17:
+  %18 = load i32, ptr %4, align 4
+  %19 = load i32, ptr %5, align 4
+  %20 = sub nsw i32 %18, %19
+  %21 = icmp slt i32 %20, 8
+  br i1 %21, label %22, label %26
+
+22:
+  %23 = load i32, ptr %4, align 4
+  %24 = load i32, ptr %5, align 4
+  %25 = sub nsw i32 %23, %24
+  br label %27
+
+26:
+  br label %27
+
+27:
+  %28 = phi i32 [ %25, %22 ], [ 8, %26 ]
+  store i32 %28, ptr %7, align 4
+  store i32 8, ptr %8, align 4
+  br label %29
+
+29:
+  %30 = load i32, ptr %8, align 4
+  %31 = icmp sgt i32 %30, 1
+  br i1 %31, label %33, label %32
+
+32:
+  store i32 5, ptr %6, align 4
+  br label %89
+
+33:
+  store i32 0, ptr %9, align 4
+  br label %34
+
+34:
+  %35 = load i32, ptr %9, align 4
+  %36 = load i32, ptr %7, align 4
+  %37 = add nsw i32 %36, 1
+  %38 = sdiv i32 %37, 2
+  %39 = icmp slt i32 %35, %38
+  br i1 %39, label %41, label %40
+
+40:
+  store i32 8, ptr %6, align 4
+  br label %82
+
+41:
+  %42 = load ptr, ptr %3, align 8
+  %43 = load i32, ptr %5, align 4
+  %44 = load i32, ptr %9, align 4
+  %45 = mul nsw i32 2, %44
+  %46 = add nsw i32 %43, %45
+  %47 = sext i32 %46 to i64
+  %48 = getelementptr inbounds <8 x float>, ptr %42, i64 %47
+  %49 = load <8 x float>, ptr %48, align 32
+  store <8 x float> %49, ptr %10, align 32
+  %50 = load i32, ptr %9, align 4
+  %51 = mul nsw i32 2, %50
+  %52 = add nsw i32 %51, 1
+  %53 = load i32, ptr %7, align 4
+  %54 = icmp slt i32 %52, %53
+  br i1 %54, label %55, label %65
+
+55:
+  %56 = load ptr, ptr %3, align 8
+  %57 = load i32, ptr %5, align 4
+  %58 = load i32, ptr %9, align 4
+  %59 = mul nsw i32 2, %58
+  %60 = add nsw i32 %57, %59
+  %61 = add nsw i32 %60, 1
+  %62 = sext i32 %61 to i64
+  %63 = getelementptr inbounds <8 x float>, ptr %56, i64 %62
+  %64 = load <8 x float>, ptr %63, align 32
+  br label %67
+
+65:
+  %66 = load <8 x float>, ptr %10, align 32
+  br label %67
+
+67:
+  %68 = phi <8 x float> [ %64, %55 ], [ %66, %65 ]
+  store <8 x float> %68, ptr %11, align 32
+  %69 = load <8 x float>, ptr %10, align 32
+  %70 = load <8 x float>, ptr %11, align 32
+  %71 = load i32, ptr %8, align 4
+  %72 = call <8 x float> @halved(<8 x float> noundef %69, <8 x float> noundef %70, i32 noundef %71)
+  %73 = load ptr, ptr %3, align 8
+  %74 = load i32, ptr %5, align 4
+  %75 = load i32, ptr %9, align 4
+  %76 = add nsw i32 %74, %75
+  %77 = sext i32 %76 to i64
+  %78 = getelementptr inbounds <8 x float>, ptr %73, i64 %77
+  store <8 x float> %72, ptr %78, align 32
+  br label %79
+
+79:
+  %80 = load i32, ptr %9, align 4
+  %81 = add nsw i32 %80, 1
+  store i32 %81, ptr %9, align 4
+  br label %34, !llvm.loop !15
+
+82:
+  %83 = load i32, ptr %7, align 4
+  %84 = add nsw i32 %83, 1
+  %85 = sdiv i32 %84, 2
+  store i32 %85, ptr %7, align 4
+  br label %86
+
+86:
+  %87 = load i32, ptr %8, align 4
+  %88 = sdiv i32 %87, 2
+  store i32 %88, ptr %8, align 4
+  br label %29, !llvm.loop !17
+
+89:
+  %90 = load ptr, ptr %3, align 8
+  %91 = load i32, ptr %5, align 4
+  %92 = sext i32 %91 to i64
+  %93 = getelementptr inbounds <8 x float>, ptr %90, i64 %92
+  %94 = load <8 x float>, ptr %93, align 32
+  %95 = load ptr, ptr %3, align 8
+  %96 = load i32, ptr %5, align 4
+  %97 = sdiv i32 %96, 8
+  %98 = sext i32 %97 to i64
+  %99 = getelementptr inbounds <8 x float>, ptr %95, i64 %98
+  store <8 x float> %94, ptr %99, align 32
+  br label %100
+
+100:
+  %101 = load i32, ptr %5, align 4
+  %102 = add nsw i32 %101, 8
+  store i32 %102, ptr %5, align 4
+  br label %12, !llvm.loop !18
+
+103:
+  ret void
+}
+
+define internal <8 x float> @halved(<8 x float> noundef %0, <8 x float> noundef %1, i32 noundef %2) #10 {
+  %4 = alloca <8 x float>, align 32
+  %5 = alloca <8 x float>, align 32
+  %6 = alloca <8 x float>, align 32
+  %7 = alloca i32, align 4
+  store <8 x float> %0, ptr %5, align 32
+  store <8 x float> %1, ptr %6, align 32
+  store i32 %2, ptr %7, align 4
+  %8 = load i32, ptr %7, align 4
+  switch i32 %8, label %25 [
+    i32 8, label %9
+    i32 4, label %17
+  ]
+
+9:
+  %10 = load <8 x float>, ptr %5, align 32
+  %11 = load <8 x float>, ptr %6, align 32
+  %12 = shufflevector <8 x float> %10, <8 x float> %11, <8 x i32> <i32 0, i32 1, i32 2, i32 3, i32 8, i32 9, i32 10, i32 11>
+  %13 = load <8 x float>, ptr %5, align 32
+  %14 = load <8 x float>, ptr %6, align 32
+  %15 = shufflevector <8 x float> %13, <8 x float> %14, <8 x i32> <i32 4, i32 5, i32 6, i32 7, i32 12, i32 13, i32 14, i32 15>
+  %16 = fadd <8 x float> %12, %15
+  store <8 x float> %16, ptr %4, align 32
+  br label %33
+
+17:
+  %18 = load <8 x float>, ptr %5, align 32
+  %19 = load <8 x float>, ptr %6, align 32
+  %20 = shufflevector <8 x float> %18, <8 x float> %19, <8 x i32> <i32 0, i32 1, i32 4, i32 5, i32 8, i32 9, i32 12, i32 13>
+  %21 = load <8 x float>, ptr %5, align 32
+  %22 = load <8 x float>, ptr %6, align 32
+  %23 = shufflevector <8 x float> %21, <8 x float> %22, <8 x i32> <i32 2, i32 3, i32 6, i32 7, i32 10, i32 11, i32 14, i32 15>
+  %24 = fadd <8 x float> %20, %23
+  store <8 x float> %24, ptr %4, align 32
+  br label %33
+
+25:
+  %26 = load <8 x float>, ptr %5, align 32
+  %27 = load <8 x float>, ptr %6, align 32
+  %28 = shufflevector <8 x float> %26, <8 x float> %27, <8 x i32> <i32 0, i32 2, i32 4, i32 6, i32 8, i32 10, i32 12, i32 14>
+  %29 = load <8 x float>, ptr %5, align 32
+  %30 = load <8 x float>, ptr %6, align 32
+  %31 = shufflevector <8 x float> %29, <8 x float> %30, <8 x i32> <i32 1, i32 3, i32 5, i32 7, i32 9, i32 11, i32 13, i32 15>
+  %32 = fadd <8 x float> %28, %31
+  store <8 x float> %32, ptr %4, align 32
+  br label %33
+
+33:
+  %34 = load <8 x float>, ptr %4, align 32
+  ret <8 x float> %34
+}
+
+define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2) #1 {
+  %4 = alloca i64, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca i32, align 4
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i32, align 4
+  %10 = alloca i32, align 4
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  store i64 %0, ptr %4, align 8
+  store ptr %1, ptr %5, align 8
+  store i32 %2, ptr %6, align 4
+  %13 = load i64, ptr %4, align 8
+  %14 = mul nsw i64 %13, 48
+  store i64 %14, ptr %7, align 8
+  %15 = load i64, ptr %7, align 8
+  %16 = add nsw i64 %15, 48
+  %17 = load ptr, ptr %5, align 8
+  %18 = getelementptr inbounds nuw %struct.Product, ptr %17, i32 0, i32 5
+  %19 = load i64, ptr %18, align 8
+  %20 = call i64 @least(i64 noundef %16, i64 noundef %19)
+  store i64 %20, ptr %8, align 8
+  %21 = load ptr, ptr %5, align 8
+  %22 = getelementptr inbounds nuw %struct.Product, ptr %21, i32 0, i32 4
+  %23 = load i64, ptr %22, align 8
+  %24 = icmp slt i64 %23, 256
+  br i1 %24, label %25, label %26
+
+25:
+  br label %42
+
+26:
+  %27 = load i32, ptr %6, align 4
+  %28 = icmp eq i32 %27, 0
+  br i1 %28, label %29, label %38
+
+29:
+  %30 = load ptr, ptr %5, align 8
+  %31 = getelementptr inbounds nuw %struct.Product, ptr %30, i32 0, i32 3
+  %32 = load i64, ptr %31, align 8
+  %33 = load ptr, ptr %5, align 8
+  %34 = getelementptr inbounds nuw %struct.Product, ptr %33, i32 0, i32 4
+  %35 = load i64, ptr %34, align 8
+  %36 = mul nsw i64 %32, %35
+  %37 = icmp sle i64 %36, 6144
+  br label %38
+
+38:
+  %39 = phi i1 [ false, %26 ], [ %37, %29 ]
+  %40 = zext i1 %39 to i64
+  %41 = select i1 %39, i32 4, i32 2
+  br label %42
+
+42:
+  %43 = phi i32 [ 0, %25 ], [ %41, %38 ]
+  store i32 %43, ptr %9, align 4
+  %44 = load ptr, ptr %5, align 8
+  %45 = getelementptr inbounds nuw %struct.Product, ptr %44, i32 0, i32 3
+  %46 = load i64, ptr %45, align 8
+  %47 = load i32, ptr %9, align 4
+  %48 = sext i32 %47 to i64
+  %49 = icmp sle i64 %46, %48
+  br i1 %49, label %50, label %83
+
+50:
+  %51 = load ptr, ptr %5, align 8
+  %52 = getelementptr inbounds nuw %struct.Product, ptr %51, i32 0, i32 3
+  %53 = load i64, ptr %52, align 8
+  switch i64 %53, label %82 [
+    i64 1, label %54
+    i64 2, label %61
+    i64 3, label %68
+    i64 4, label %75
+  ]
+
+54:
+  %55 = load ptr, ptr %5, align 8
+  %56 = load i64, ptr %7, align 8
+  %57 = load i64, ptr %8, align 8
+  %58 = load i32, ptr %6, align 4
+  %59 = call i32 @thin_outputs(i32 noundef 1, i32 noundef %58)
+  %60 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %55, i64 noundef 0, i64 noundef %56, i64 noundef %57, i32 noundef 1, i32 noundef %59, i32 noundef %60, i64 noundef 4096)
+  store i32 1, ptr %10, align 4
+  br label %214
+
+61:
+  %62 = load ptr, ptr %5, align 8
+  %63 = load i64, ptr %7, align 8
+  %64 = load i64, ptr %8, align 8
+  %65 = load i32, ptr %6, align 4
+  %66 = call i32 @thin_outputs(i32 noundef 2, i32 noundef %65)
+  %67 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %62, i64 noundef 0, i64 noundef %63, i64 noundef %64, i32 noundef 2, i32 noundef %66, i32 noundef %67, i64 noundef 4096)
+  store i32 1, ptr %10, align 4
+  br label %214
+
+68:
+  %69 = load ptr, ptr %5, align 8
+  %70 = load i64, ptr %7, align 8
+  %71 = load i64, ptr %8, align 8
+  %72 = load i32, ptr %6, align 4
+  %73 = call i32 @thin_outputs(i32 noundef 3, i32 noundef %72)
+  %74 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %69, i64 noundef 0, i64 noundef %70, i64 noundef %71, i32 noundef 3, i32 noundef %73, i32 noundef %74, i64 noundef 4096)
+  store i32 1, ptr %10, align 4
+  br label %214
+
+75:
+  %76 = load ptr, ptr %5, align 8
+  %77 = load i64, ptr %7, align 8
+  %78 = load i64, ptr %8, align 8
+  %79 = load i32, ptr %6, align 4
+  %80 = call i32 @thin_outputs(i32 noundef 4, i32 noundef %79)
+  %81 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %76, i64 noundef 0, i64 noundef %77, i64 noundef %78, i32 noundef 4, i32 noundef %80, i32 noundef %81, i64 noundef 4096)
+  store i32 1, ptr %10, align 4
+  br label %214
+
+82:
+  br label %83
+
+83:
+  %84 = load ptr, ptr %5, align 8
+  %85 = getelementptr inbounds nuw %struct.Product, ptr %84, i32 0, i32 3
+  %86 = load i64, ptr %85, align 8
+  %87 = load ptr, ptr %5, align 8
+  %88 = getelementptr inbounds nuw %struct.Product, ptr %87, i32 0, i32 3
+  %89 = load i64, ptr %88, align 8
+  %90 = load i32, ptr %6, align 4
+  %91 = call i32 @tile_rows(i32 noundef %90)
+  %92 = sext i32 %91 to i64
+  %93 = srem i64 %89, %92
+  %94 = sub nsw i64 %86, %93
+  store i64 %94, ptr %11, align 8
+  store i64 0, ptr %12, align 8
+  br label %95
+
+95:
+  %96 = load i64, ptr %12, align 8
+  %97 = load i64, ptr %11, align 8
+  %98 = icmp slt i64 %96, %97
+  br i1 %98, label %100, label %99
+
+99:
+  store i32 3, ptr %10, align 4
+  br label %116
+
+100:
+  %101 = load ptr, ptr %5, align 8
+  %102 = load i64, ptr %12, align 8
+  %103 = load i64, ptr %7, align 8
+  %104 = load i64, ptr %8, align 8
+  %105 = load i32, ptr %6, align 4
+  %106 = call i32 @tile_rows(i32 noundef %105)
+  %107 = load i32, ptr %6, align 4
+  %108 = call i32 @tile_outputs(i32 noundef %107)
+  %109 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %101, i64 noundef %102, i64 noundef %103, i64 noundef %104, i32 noundef %106, i32 noundef %108, i32 noundef %109, i64 noundef 8192)
+  br label %110
+
+110:
+  %111 = load i32, ptr %6, align 4
+  %112 = call i32 @tile_rows(i32 noundef %111)
+  %113 = sext i32 %112 to i64
+  %114 = load i64, ptr %12, align 8
+  %115 = add nsw i64 %114, %113
+  store i64 %115, ptr %12, align 8
+  br label %95, !llvm.loop !19
+
+116:
+  %117 = load ptr, ptr %5, align 8
+  %118 = getelementptr inbounds nuw %struct.Product, ptr %117, i32 0, i32 3
+  %119 = load i64, ptr %118, align 8
+  %120 = load i64, ptr %11, align 8
+  %121 = sub nsw i64 %119, %120
+  switch i64 %121, label %213 [
+    i64 1, label %122
+    i64 2, label %135
+    i64 3, label %148
+    i64 4, label %161
+    i64 5, label %174
+    i64 6, label %187
+    i64 7, label %200
+  ]
+
+122:
+  %123 = load i32, ptr %6, align 4
+  %124 = call i32 @tile_rows(i32 noundef %123)
+  %125 = icmp slt i32 1, %124
+  br i1 %125, label %126, label %134
+
+126:
+  %127 = load ptr, ptr %5, align 8
+  %128 = load i64, ptr %11, align 8
+  %129 = load i64, ptr %7, align 8
+  %130 = load i64, ptr %8, align 8
+  %131 = load i32, ptr %6, align 4
+  %132 = call i32 @tile_outputs(i32 noundef %131)
+  %133 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %127, i64 noundef %128, i64 noundef %129, i64 noundef %130, i32 noundef 1, i32 noundef %132, i32 noundef %133, i64 noundef 8192)
+  br label %134
+
+134:
+  br label %213
+
+135:
+  %136 = load i32, ptr %6, align 4
+  %137 = call i32 @tile_rows(i32 noundef %136)
+  %138 = icmp slt i32 2, %137
+  br i1 %138, label %139, label %147
+
+139:
+  %140 = load ptr, ptr %5, align 8
+  %141 = load i64, ptr %11, align 8
+  %142 = load i64, ptr %7, align 8
+  %143 = load i64, ptr %8, align 8
+  %144 = load i32, ptr %6, align 4
+  %145 = call i32 @tile_outputs(i32 noundef %144)
+  %146 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %140, i64 noundef %141, i64 noundef %142, i64 noundef %143, i32 noundef 2, i32 noundef %145, i32 noundef %146, i64 noundef 8192)
+  br label %147
+
+147:
+  br label %213
+
+148:
+  %149 = load i32, ptr %6, align 4
+  %150 = call i32 @tile_rows(i32 noundef %149)
+  %151 = icmp slt i32 3, %150
+  br i1 %151, label %152, label %160
+
+152:
+  %153 = load ptr, ptr %5, align 8
+  %154 = load i64, ptr %11, align 8
+  %155 = load i64, ptr %7, align 8
+  %156 = load i64, ptr %8, align 8
+  %157 = load i32, ptr %6, align 4
+  %158 = call i32 @tile_outputs(i32 noundef %157)
+  %159 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %153, i64 noundef %154, i64 noundef %155, i64 noundef %156, i32 noundef 3, i32 noundef %158, i32 noundef %159, i64 noundef 8192)
+  br label %160
+
+160:
+  br label %213
+
+161:
+  %162 = load i32, ptr %6, align 4
+  %163 = call i32 @tile_rows(i32 noundef %162)
+  %164 = icmp slt i32 4, %163
+  br i1 %164, label %165, label %173
+
+165:
+  %166 = load ptr, ptr %5, align 8
+  %167 = load i64, ptr %11, align 8
+  %168 = load i64, ptr %7, align 8
+  %169 = load i64, ptr %8, align 8
+  %170 = load i32, ptr %6, align 4
+  %171 = call i32 @tile_outputs(i32 noundef %170)
+  %172 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %166, i64 noundef %167, i64 noundef %168, i64 noundef %169, i32 noundef 4, i32 noundef %171, i32 noundef %172, i64 noundef 8192)
+  br label %173
+
+173:
+  br label %213
+
+174:
+  %175 = load i32, ptr %6, align 4
+  %176 = call i32 @tile_rows(i32 noundef %175)
+  %177 = icmp slt i32 5, %176
+  br i1 %177, label %178, label %186
+
+178:
+  %179 = load ptr, ptr %5, align 8
+  %180 = load i64, ptr %11, align 8
+  %181 = load i64, ptr %7, align 8
+  %182 = load i64, ptr %8, align 8
+  %183 = load i32, ptr %6, align 4
+  %184 = call i32 @tile_outputs(i32 noundef %183)
+  %185 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %179, i64 noundef %180, i64 noundef %181, i64 noundef %182, i32 noundef 5, i32 noundef %184, i32 noundef %185, i64 noundef 8192)
+  br label %186
+
+186:
+  br label %213
+
+187:
+  %188 = load i32, ptr %6, align 4
+  %189 = call i32 @tile_rows(i32 noundef %188)
+  %190 = icmp slt i32 6, %189
+  br i1 %190, label %191, label %199
+
+191:
+  %192 = load ptr, ptr %5, align 8
+  %193 = load i64, ptr %11, align 8
+  %194 = load i64, ptr %7, align 8
+  %195 = load i64, ptr %8, align 8
+  %196 = load i32, ptr %6, align 4
+  %197 = call i32 @tile_outputs(i32 noundef %196)
+  %198 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %192, i64 noundef %193, i64 noundef %194, i64 noundef %195, i32 noundef 6, i32 noundef %197, i32 noundef %198, i64 noundef 8192)
+  br label %199
+
+199:
+  br label %213
+
+200:
+  %201 = load i32, ptr %6, align 4
+  %202 = call i32 @tile_rows(i32 noundef %201)
+  %203 = icmp slt i32 7, %202
+  br i1 %203, label %204, label %212
+
+204:
+  %205 = load ptr, ptr %5, align 8
+  %206 = load i64, ptr %11, align 8
+  %207 = load i64, ptr %7, align 8
+  %208 = load i64, ptr %8, align 8
+  %209 = load i32, ptr %6, align 4
+  %210 = call i32 @tile_outputs(i32 noundef %209)
+  %211 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %205, i64 noundef %206, i64 noundef %207, i64 noundef %208, i32 noundef 7, i32 noundef %210, i32 noundef %211, i64 noundef 8192)
+  br label %212
+
+212:
+  br label %213
+
+213:
+  store i32 0, ptr %10, align 4
+  br label %214
+
+214:
+  %215 = load i32, ptr %10, align 4
+  switch i32 %215, label %217 [
+    i32 0, label %216
+    i32 1, label %216
+  ]
+
+216:
+  ret void
+
+217:
+  unreachable
+}
+
+define internal void @over_outputs(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6, i64 noundef %7) #1 {
+  %9 = alloca ptr, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca i32, align 4
+  %14 = alloca i32, align 4
+  %15 = alloca i32, align 4
+  %16 = alloca i64, align 8
+  %17 = alloca i64, align 8
+  %18 = alloca i64, align 8
+  store ptr %0, ptr %9, align 8
+  store i64 %1, ptr %10, align 8
+  store i64 %2, ptr %11, align 8
+  store i64 %3, ptr %12, align 8
+  store i32 %4, ptr %13, align 4
+  store i32 %5, ptr %14, align 4
+  store i32 %6, ptr %15, align 4
+  store i64 %7, ptr %16, align 8
+  %19 = load i64, ptr %11, align 8
+  store i64 %19, ptr %17, align 8
+  br label %20
+
+20:
+  %21 = load i64, ptr %17, align 8
+  %22 = load i64, ptr %12, align 8
+  %23 = icmp slt i64 %21, %22
+  br i1 %23, label %25, label %24
+
+24:
+  br label %79
+
+25:
+  %26 = load i64, ptr %17, align 8
+  %27 = load ptr, ptr %9, align 8
+  %28 = getelementptr inbounds nuw %struct.Product, ptr %27, i32 0, i32 5
+  %29 = load i64, ptr %28, align 8
+  %30 = load i32, ptr %14, align 4
+  %31 = sext i32 %30 to i64
+  %32 = sub nsw i64 %29, %31
+  %33 = call i64 @least(i64 noundef %26, i64 noundef %32)
+  store i64 %33, ptr %18, align 8
+  %34 = load ptr, ptr %9, align 8
+  %35 = getelementptr inbounds nuw %struct.Product, ptr %34, i32 0, i32 0
+  %36 = load ptr, ptr %35, align 8
+  %37 = load i64, ptr %10, align 8
+  %38 = load ptr, ptr %9, align 8
+  %39 = getelementptr inbounds nuw %struct.Product, ptr %38, i32 0, i32 4
+  %40 = load i64, ptr %39, align 8
+  %41 = mul nsw i64 %37, %40
+  %42 = getelementptr inbounds float, ptr %36, i64 %41
+  %43 = load ptr, ptr %9, align 8
+  %44 = getelementptr inbounds nuw %struct.Product, ptr %43, i32 0, i32 1
+  %45 = load ptr, ptr %44, align 8
+  %46 = load i64, ptr %18, align 8
+  %47 = load ptr, ptr %9, align 8
+  %48 = getelementptr inbounds nuw %struct.Product, ptr %47, i32 0, i32 4
+  %49 = load i64, ptr %48, align 8
+  %50 = mul nsw i64 %46, %49
+  %51 = load i32, ptr %15, align 4
+  %52 = call ptr @element(ptr noundef %45, i64 noundef %50, i32 noundef %51)
+  %53 = load ptr, ptr %9, align 8
+  %54 = getelementptr inbounds nuw %struct.Product, ptr %53, i32 0, i32 2
+  %55 = load ptr, ptr %54, align 8
+  %56 = load i64, ptr %10, align 8
+  %57 = load ptr, ptr %9, align 8
+  %58 = getelementptr inbounds nuw %struct.Product, ptr %57, i32 0, i32 5
+  %59 = load i64, ptr %58, align 8
+  %60 = mul nsw i64 %56, %59
+  %61 = getelementptr inbounds float, ptr %55, i64 %60
+  %62 = load i64, ptr %18, align 8
+  %63 = getelementptr inbounds float, ptr %61, i64 %62
+  %64 = load ptr, ptr %9, align 8
+  %65 = getelementptr inbounds nuw %struct.Product, ptr %64, i32 0, i32 4
+  %66 = load i64, ptr %65, align 8
+  %67 = load ptr, ptr %9, align 8
+  %68 = getelementptr inbounds nuw %struct.Product, ptr %67, i32 0, i32 5
+  %69 = load i64, ptr %68, align 8
+  %70 = load i32, ptr %13, align 4
+  %71 = load i32, ptr %14, align 4
+  %72 = load i32, ptr %15, align 4
+  %73 = load i64, ptr %16, align 8
+  call void @tile(ptr noundef %42, ptr noundef %52, ptr noundef %63, i64 noundef %66, i64 noundef %69, i32 noundef %70, i32 noundef %71, i32 noundef %72, i64 noundef %73)
+  br label %74
+
+74:
+  %75 = load i32, ptr %14, align 4
+  %76 = sext i32 %75 to i64
+  %77 = load i64, ptr %17, align 8
+  %78 = add nsw i64 %77, %76
+  store i64 %78, ptr %17, align 8
+  br label %20, !llvm.loop !20
+
+79:
+  ret void
+}
+
+define internal i32 @thin_outputs(i32 noundef %0, i32 noundef %1) #1 {
+  %3 = alloca i32, align 4
+  %4 = alloca i32, align 4
+  store i32 %0, ptr %3, align 4
+  store i32 %1, ptr %4, align 4
+  %5 = load i32, ptr %3, align 4
+  %6 = icmp eq i32 %5, 1
+  br i1 %6, label %7, label %10
+
+7:
+  %8 = load i32, ptr %4, align 4
+  %9 = icmp eq i32 %8, 0
+  br label %10
+
+10:
+  %11 = phi i1 [ false, %2 ], [ %9, %7 ]
+  %12 = zext i1 %11 to i64
+  %13 = select i1 %11, i32 4, i32 1
+  ret i32 %13
+}
+
+define internal i32 @tile_rows(i32 noundef %0) #1 {
+  %2 = alloca i32, align 4
+  store i32 %0, ptr %2, align 4
+  ret i32 4
+}
+
+define internal i32 @tile_outputs(i32 noundef %0) #1 {
+  %2 = alloca i32, align 4
+  store i32 %0, ptr %2, align 4
+  ret i32 3
+}
+
+define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7, i64 noundef %8) #10 {
+  %10 = alloca ptr, align 8
+  %11 = alloca ptr, align 8
+  %12 = alloca ptr, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca i64, align 8
+  %15 = alloca i32, align 4
+  %16 = alloca i32, align 4
+  %17 = alloca i32, align 4
+  %18 = alloca i64, align 8
+  %19 = alloca [32 x <8 x float>], align 32
+  %20 = alloca i32, align 4
+  %21 = alloca i64, align 8
+  %22 = alloca i64, align 8
+  %23 = alloca i64, align 8
+  %24 = alloca i64, align 8
+  %25 = alloca i32, align 4
+  %26 = alloca i64, align 8
+  %27 = alloca [32 x float], align 16
+  %28 = alloca i32, align 4
+  %29 = alloca i32, align 4
+  %30 = alloca float, align 4
+  %31 = alloca i32, align 4
+  store ptr %0, ptr %10, align 8
+  store ptr %1, ptr %11, align 8
+  store ptr %2, ptr %12, align 8
+  store i64 %3, ptr %13, align 8
+  store i64 %4, ptr %14, align 8
+  store i32 %5, ptr %15, align 4
+  store i32 %6, ptr %16, align 4
+  store i32 %7, ptr %17, align 4
+  store i64 %8, ptr %18, align 8
+  store i32 0, ptr %20, align 4
+  br label %32
+
+32:
+  %33 = load i32, ptr %20, align 4
+  %34 = load i32, ptr %15, align 4
+  %35 = load i32, ptr %16, align 4
+  %36 = mul nsw i32 %34, %35
+  %37 = icmp slt i32 %33, %36
+  br i1 %37, label %39, label %38
+
+38:
+  br label %46
+
+39:
+  %40 = load i32, ptr %20, align 4
+  %41 = sext i32 %40 to i64
+  %42 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 %41
+  store <8 x float> zeroinitializer, ptr %42, align 32
+  br label %43
+
+43:
+  %44 = load i32, ptr %20, align 4
+  %45 = add nsw i32 %44, 1
+  store i32 %45, ptr %20, align 4
+  br label %32, !llvm.loop !21
+
+46:
+  %47 = load i32, ptr %17, align 4
+  %48 = icmp eq i32 %47, 0
+  br i1 %48, label %49, label %50
+
+49:
+  br label %57
+
+50:
+  %51 = load i32, ptr %17, align 4
+  %52 = call i64 @bytes_of(i32 noundef %51)
+  %53 = mul nsw i64 %52, 8
+  %54 = sdiv i64 64, %53
+  %55 = call i64 @least(i64 noundef %54, i64 noundef 4)
+  %56 = call i64 @most(i64 noundef %55, i64 noundef 1)
+  br label %57
+
+57:
+  %58 = phi i64 [ 1, %49 ], [ %56, %50 ]
+  %59 = mul nsw i64 8, %58
+  store i64 %59, ptr %21, align 8
+  %60 = load i64, ptr %13, align 8
+  %61 = load i64, ptr %21, align 8
+  %62 = sub nsw i64 0, %61
+  %63 = and i64 %60, %62
+  store i64 %63, ptr %22, align 8
+  %64 = load i64, ptr %13, align 8
+  %65 = and i64 %64, -8
+  store i64 %65, ptr %23, align 8
+  store i64 0, ptr %24, align 8
+  br label %66
+
+66:
+  %67 = load i64, ptr %24, align 8
+  %68 = load i64, ptr %22, align 8
+  %69 = icmp slt i64 %67, %68
+  br i1 %69, label %70, label %119
+
+70:
+  store i32 0, ptr %25, align 4
+  br label %71
+
+71:
+  %72 = load i32, ptr %25, align 4
+  %73 = load i32, ptr %16, align 4
+  %74 = icmp slt i32 %72, %73
+  br i1 %74, label %76, label %75
+
+75:
+  br label %94
+
+76:
+  %77 = load ptr, ptr %11, align 8
+  %78 = load i32, ptr %25, align 4
+  %79 = sext i32 %78 to i64
+  %80 = load i64, ptr %13, align 8
+  %81 = mul nsw i64 %79, %80
+  %82 = load i64, ptr %24, align 8
+  %83 = add nsw i64 %81, %82
+  %84 = load i32, ptr %17, align 4
+  %85 = call ptr @element(ptr noundef %77, i64 noundef %83, i32 noundef %84)
+  %86 = load i64, ptr %21, align 8
+  %87 = load i32, ptr %17, align 4
+  %88 = call i64 @bytes_of(i32 noundef %87)
+  %89 = mul nsw i64 %86, %88
+  %90 = load i64, ptr %18, align 8
+  call void @ask_ahead(ptr noundef %85, i64 noundef %89, i64 noundef %90)
+  br label %91
+
+91:
+  %92 = load i32, ptr %25, align 4
+  %93 = add nsw i32 %92, 1
+  store i32 %93, ptr %25, align 4
+  br label %71, !llvm.loop !22
+
+94:
+  store i64 0, ptr %26, align 8
+  br label %95
+
+95:
+  %96 = load i64, ptr %26, align 8
+  %97 = load i64, ptr %21, align 8
+  %98 = icmp slt i64 %96, %97
+  br i1 %98, label %100, label %99
+
+99:
+  br label %114
+
+100:
+  %101 = load ptr, ptr %10, align 8
+  %102 = load ptr, ptr %11, align 8
+  %103 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 0
+  %104 = load i64, ptr %13, align 8
+  %105 = load i64, ptr %24, align 8
+  %106 = load i64, ptr %26, align 8
+  %107 = add nsw i64 %105, %106
+  %108 = load i32, ptr %15, align 4
+  %109 = load i32, ptr %16, align 4
+  %110 = load i32, ptr %17, align 4
+  call void @add_products(ptr noundef %101, ptr noundef %102, ptr noundef %103, i64 noundef %104, i64 noundef %107, i32 noundef %108, i32 noundef %109, i32 noundef %110)
+  br label %111
+
+111:
+  %112 = load i64, ptr %26, align 8
+  %113 = add nsw i64 %112, 8
+  store i64 %113, ptr %26, align 8
+  br label %95, !llvm.loop !23
+
+114:
+  br label %115
+
+115:
+  %116 = load i64, ptr %21, align 8
+  %117 = load i64, ptr %24, align 8
+  %118 = add nsw i64 %117, %116
+  store i64 %118, ptr %24, align 8
+  br label %66, !llvm.loop !24
+
+119:
+  br label %120
+
+120:
+  %121 = load i64, ptr %24, align 8
+  %122 = load i64, ptr %23, align 8
+  %123 = icmp slt i64 %121, %122
+  br i1 %123, label %124, label %136
+
+124:
+  %125 = load ptr, ptr %10, align 8
+  %126 = load ptr, ptr %11, align 8
+  %127 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 0
+  %128 = load i64, ptr %13, align 8
+  %129 = load i64, ptr %24, align 8
+  %130 = load i32, ptr %15, align 4
+  %131 = load i32, ptr %16, align 4
+  %132 = load i32, ptr %17, align 4
+  call void @add_products(ptr noundef %125, ptr noundef %126, ptr noundef %127, i64 noundef %128, i64 noundef %129, i32 noundef %130, i32 noundef %131, i32 noundef %132)
+  br label %133
+
+133:
+  %134 = load i64, ptr %24, align 8
+  %135 = add nsw i64 %134, 8
+  store i64 %135, ptr %24, align 8
+  br label %120, !llvm.loop !25
+
+136:
+  %137 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 0
+  %138 = load i32, ptr %15, align 4
+  %139 = load i32, ptr %16, align 4
+  %140 = mul nsw i32 %138, %139
+  call void @sums(ptr noundef %137, i32 noundef %140)
+  store i32 0, ptr %28, align 4
+  br label %141
+
+141:
+  %142 = load i32, ptr %28, align 4
+  %143 = load i32, ptr %15, align 4
+  %144 = load i32, ptr %16, align 4
+  %145 = mul nsw i32 %143, %144
+  %146 = icmp slt i32 %142, %145
+  br i1 %146, label %148, label %147
+
+147:
+  br label %161
+
+148:
+  %149 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 0
+  %150 = load i32, ptr %28, align 4
+  %151 = sext i32 %150 to i64
+  %152 = getelementptr inbounds float, ptr %149, i64 %151
+  %153 = load i32, ptr %28, align 4
+  %154 = sdiv i32 %153, 8
+  %155 = sext i32 %154 to i64
+  %156 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 %155
+  %157 = load <8 x float>, ptr %156, align 32
+  call void @store(ptr noundef %152, <8 x float> noundef %157)
+  br label %158
+
+158:
+  %159 = load i32, ptr %28, align 4
+  %160 = add nsw i32 %159, 8
+  store i32 %160, ptr %28, align 4
+  br label %141, !llvm.loop !26
+
+161:
+  br label %162
+
+162:
+  %163 = load i64, ptr %24, align 8
+  %164 = load i64, ptr %13, align 8
+  %165 = icmp slt i64 %163, %164
+  br i1 %165, label %166, label %215
+
+166:
+  store i32 0, ptr %29, align 4
+  br label %167
+
+167:
+  %168 = load i32, ptr %29, align 4
+  %169 = load i32, ptr %15, align 4
+  %170 = load i32, ptr %16, align 4
+  %171 = mul nsw i32 %169, %170
+  %172 = icmp slt i32 %168, %171
+  br i1 %172, label %174, label %173
+
+173:
+  br label %211
+
+174:
+  %175 = load ptr, ptr %11, align 8
+  %176 = load i32, ptr %29, align 4
+  %177 = load i32, ptr %16, align 4
+  %178 = srem i32 %176, %177
+  %179 = sext i32 %178 to i64
+  %180 = load i64, ptr %13, align 8
+  %181 = mul nsw i64 %179, %180
+  %182 = load i64, ptr %24, align 8
+  %183 = add nsw i64 %181, %182
+  %184 = load i32, ptr %17, align 4
+  %185 = call ptr @element(ptr noundef %175, i64 noundef %183, i32 noundef %184)
+  %186 = load i32, ptr %17, align 4
+  %187 = call float @load_one(ptr noundef %185, i32 noundef %186)
+  store float %187, ptr %30, align 4
+  %188 = load ptr, ptr %10, align 8
+  %189 = load i32, ptr %29, align 4
+  %190 = load i32, ptr %16, align 4
+  %191 = sdiv i32 %189, %190
+  %192 = sext i32 %191 to i64
+  %193 = load i64, ptr %13, align 8
+  %194 = mul nsw i64 %192, %193
+  %195 = load i64, ptr %24, align 8
+  %196 = add nsw i64 %194, %195
+  %197 = getelementptr inbounds float, ptr %188, i64 %196
+  %198 = load float, ptr %197, align 4
+  %199 = load float, ptr %30, align 4
+  %200 = load i32, ptr %29, align 4
+  %201 = sext i32 %200 to i64
+  %202 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 %201
+  %203 = load float, ptr %202, align 4
+  %204 = call float @llvm.fma.f32(float %198, float %199, float %203)
+  %205 = load i32, ptr %29, align 4
+  %206 = sext i32 %205 to i64
+  %207 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 %206
+  store float %204, ptr %207, align 4
+  br label %208
+
+208:
+  %209 = load i32, ptr %29, align 4
+  %210 = add nsw i32 %209, 1
+  store i32 %210, ptr %29, align 4
+  br label %167, !llvm.loop !27
+
+211:
+  br label %212
+
+212:
+  %213 = load i64, ptr %24, align 8
+  %214 = add nsw i64 %213, 1
+  store i64 %214, ptr %24, align 8
+  br label %162, !llvm.loop !28
+
+215:
+  store i32 0, ptr %31, align 4
+  br label %216
+
+216:
+  %217 = load i32, ptr %31, align 4
+  %218 = load i32, ptr %15, align 4
+  %219 = load i32, ptr %16, align 4
+  %220 = mul nsw i32 %218, %219
+  %221 = icmp slt i32 %217, %220
+  br i1 %221, label %223, label %222
+
+222:
+  br label %244
+
+223:
+  %224 = load i32, ptr %31, align 4
+  %225 = sext i32 %224 to i64
+  %226 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 %225
+  %227 = load float, ptr %226, align 4
+  %228 = load ptr, ptr %12, align 8
+  %229 = load i32, ptr %31, align 4
+  %230 = load i32, ptr %16, align 4
+  %231 = sdiv i32 %229, %230
+  %232 = sext i32 %231 to i64
+  %233 = load i64, ptr %14, align 8
+  %234 = mul nsw i64 %232, %233
+  %235 = load i32, ptr %31, align 4
+  %236 = load i32, ptr %16, align 4
+  %237 = srem i32 %235, %236
+  %238 = sext i32 %237 to i64
+  %239 = add nsw i64 %234, %238
+  %240 = getelementptr inbounds float, ptr %228, i64 %239
+  store float %227, ptr %240, align 4
+  br label %241
+
+241:
+  %242 = load i32, ptr %31, align 4
+  %243 = add nsw i32 %242, 1
+  store i32 %243, ptr %31, align 4
+  br label %216, !llvm.loop !29
+
+244:
+  ret void
+}
+
+define internal ptr @element(ptr noundef %0, i64 noundef %1, i32 noundef %2) #1 {
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i32, align 4
+  store ptr %0, ptr %4, align 8
+  store i64 %1, ptr %5, align 8
+  store i32 %2, ptr %6, align 4
+  %7 = load ptr, ptr %4, align 8
+  %8 = load i64, ptr %5, align 8
+  %9 = load i32, ptr %6, align 4
+  %10 = call i64 @bytes_of(i32 noundef %9)
+  %11 = mul nsw i64 %8, %10
+  %12 = getelementptr inbounds i8, ptr %7, i64 %11
+  ret ptr %12
+}
+
+define internal i64 @most(i64 noundef %0, i64 noundef %1) #1 {
+  %3 = alloca i64, align 8
+  %4 = alloca i64, align 8
+  store i64 %0, ptr %3, align 8
+  store i64 %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load i64, ptr %4, align 8
+  %7 = icmp sgt i64 %5, %6
+  br i1 %7, label %8, label %10
+
+8:
+  %9 = load i64, ptr %3, align 8
+  br label %12
+
+10:
+  %11 = load i64, ptr %4, align 8
+  br label %12
+
+12:
+  %13 = phi i64 [ %9, %8 ], [ %11, %10 ]
+  ret i64 %13
+}
+
+define internal i64 @bytes_of(i32 noundef %0) #1 {
+  %2 = alloca i32, align 4
+  store i32 %0, ptr %2, align 4
+  %3 = load i32, ptr %2, align 4
+  %4 = icmp eq i32 %3, 0
+  br i1 %4, label %5, label %6
+
+5:
+  br label %11
+
+6:
+  %7 = load i32, ptr %2, align 4
+  %8 = icmp eq i32 %7, 3
+  %9 = zext i1 %8 to i64
+  %10 = select i1 %8, i32 1, i32 2
+  br label %11
+
+11:
+  %12 = phi i32 [ 4, %5 ], [ %10, %6 ]
+  %13 = sext i32 %12 to i64
+  ret i64 %13
+}
+
+define internal void @ask_ahead(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca i64, align 8
+  store ptr %0, ptr %4, align 8
+  store i64 %1, ptr %5, align 8
+  store i64 %2, ptr %6, align 8
+  store i64 0, ptr %7, align 8
+  br label %8
+
+8:
+  %9 = load i64, ptr %7, align 8
+  %10 = load i64, ptr %5, align 8
+  %11 = icmp slt i64 %9, %10
+  br i1 %11, label %13, label %12
+
+12:
+  br label %22
+
+13:
+  %14 = load ptr, ptr %4, align 8
+  %15 = load i64, ptr %6, align 8
+  %16 = getelementptr inbounds i8, ptr %14, i64 %15
+  %17 = load i64, ptr %7, align 8
+  %18 = getelementptr inbounds i8, ptr %16, i64 %17
+  call void @llvm.prefetch.p0(ptr %18, i32 0, i32 2, i32 1)
+  br label %19
+
+19:
+  %20 = load i64, ptr %7, align 8
+  %21 = add nsw i64 %20, 64
+  store i64 %21, ptr %7, align 8
+  br label %8, !llvm.loop !30
+
+22:
+  ret void
+}
+
+define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7) #10 {
+  %9 = alloca ptr, align 8
+  %10 = alloca ptr, align 8
+  %11 = alloca ptr, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca i32, align 4
+  %15 = alloca i32, align 4
+  %16 = alloca i32, align 4
+  %17 = alloca [6 x <8 x float>], align 32
+  %18 = alloca i32, align 4
+  %19 = alloca i32, align 4
+  %20 = alloca i32, align 4
+  %21 = alloca <8 x float>, align 32
+  %22 = alloca i32, align 4
+  store ptr %0, ptr %9, align 8
+  store ptr %1, ptr %10, align 8
+  store ptr %2, ptr %11, align 8
+  store i64 %3, ptr %12, align 8
+  store i64 %4, ptr %13, align 8
+  store i32 %5, ptr %14, align 4
+  store i32 %6, ptr %15, align 4
+  store i32 %7, ptr %16, align 4
+  store i32 0, ptr %18, align 4
+  br label %23
+
+23:
+  %24 = load i32, ptr %18, align 4
+  %25 = load i32, ptr %15, align 4
+  %26 = icmp slt i32 %24, %25
+  br i1 %26, label %28, label %27
+
+27:
+  br label %46
+
+28:
+  %29 = load ptr, ptr %10, align 8
+  %30 = load i32, ptr %18, align 4
+  %31 = sext i32 %30 to i64
+  %32 = load i64, ptr %12, align 8
+  %33 = mul nsw i64 %31, %32
+  %34 = load i64, ptr %13, align 8
+  %35 = add nsw i64 %33, %34
+  %36 = load i32, ptr %16, align 4
+  %37 = call ptr @element(ptr noundef %29, i64 noundef %35, i32 noundef %36)
+  %38 = load i32, ptr %16, align 4
+  %39 = call <8 x float> @load(ptr noundef %37, i32 noundef %38)
+  %40 = load i32, ptr %18, align 4
+  %41 = sext i32 %40 to i64
+  %42 = getelementptr inbounds [6 x <8 x float>], ptr %17, i64 0, i64 %41
+  store <8 x float> %39, ptr %42, align 32
+  br label %43
+
+43:
+  %44 = load i32, ptr %18, align 4
+  %45 = add nsw i32 %44, 1
+  store i32 %45, ptr %18, align 4
+  br label %23, !llvm.loop !31
+
+46:
+  store i32 0, ptr %19, align 4
+  br label %47
+
+47:
+  %48 = load i32, ptr %19, align 4
+  %49 = load i32, ptr %14, align 4
+  %50 = icmp slt i32 %48, %49
+  br i1 %50, label %52, label %51
+
+51:
+  store i32 5, ptr %20, align 4
+  br label %98
+
+52:
+  %53 = load ptr, ptr %9, align 8
+  %54 = load i32, ptr %19, align 4
+  %55 = sext i32 %54 to i64
+  %56 = load i64, ptr %12, align 8
+  %57 = mul nsw i64 %55, %56
+  %58 = getelementptr inbounds float, ptr %53, i64 %57
+  %59 = load i64, ptr %13, align 8
+  %60 = getelementptr inbounds float, ptr %58, i64 %59
+  %61 = call <8 x float> @load(ptr noundef %60, i32 noundef 0)
+  store <8 x float> %61, ptr %21, align 32
+  store i32 0, ptr %22, align 4
+  br label %62
+
+62:
+  %63 = load i32, ptr %22, align 4
+  %64 = load i32, ptr %15, align 4
+  %65 = icmp slt i32 %63, %64
+  br i1 %65, label %67, label %66
+
+66:
+  store i32 8, ptr %20, align 4
+  br label %94
+
+67:
+  %68 = load <8 x float>, ptr %21, align 32
+  %69 = load i32, ptr %22, align 4
+  %70 = sext i32 %69 to i64
+  %71 = getelementptr inbounds [6 x <8 x float>], ptr %17, i64 0, i64 %70
+  %72 = load <8 x float>, ptr %71, align 32
+  %73 = load ptr, ptr %11, align 8
+  %74 = load i32, ptr %19, align 4
+  %75 = load i32, ptr %15, align 4
+  %76 = mul nsw i32 %74, %75
+  %77 = load i32, ptr %22, align 4
+  %78 = add nsw i32 %76, %77
+  %79 = sext i32 %78 to i64
+  %80 = getelementptr inbounds <8 x float>, ptr %73, i64 %79
+  %81 = load <8 x float>, ptr %80, align 32
+  %82 = call <8 x float> @fma_(<8 x float> noundef %68, <8 x float> noundef %72, <8 x float> noundef %81)
+  %83 = load ptr, ptr %11, align 8
+  %84 = load i32, ptr %19, align 4
+  %85 = load i32, ptr %15, align 4
+  %86 = mul nsw i32 %84, %85
+  %87 = load i32, ptr %22, align 4
+  %88 = add nsw i32 %86, %87
+  %89 = sext i32 %88 to i64
+  %90 = getelementptr inbounds <8 x float>, ptr %83, i64 %89
+  store <8 x float> %82, ptr %90, align 32
+  br label %91
+
+91:
+  %92 = load i32, ptr %22, align 4
+  %93 = add nsw i32 %92, 1
+  store i32 %93, ptr %22, align 4
+  br label %62, !llvm.loop !32
+
+94:
+  br label %95
+
+95:
+  %96 = load i32, ptr %19, align 4
+  %97 = add nsw i32 %96, 1
+  store i32 %97, ptr %19, align 4
+  br label %47, !llvm.loop !33
+
+98:
+  ret void
+}
+
+define internal float @load_one(ptr noundef %0, i32 noundef %1) #1 {
+  %3 = alloca float, align 4
+  %4 = alloca ptr, align 8
+  %5 = alloca i32, align 4
+  %6 = alloca %union.anon, align 4
+  store ptr %0, ptr %4, align 8
+  store i32 %1, ptr %5, align 4
+  %7 = load i32, ptr %5, align 4
+  switch i32 %7, label %22 [
+    i32 1, label %8
+    i32 2, label %14
+    i32 3, label %18
+  ]
+
+8:
+  %9 = load ptr, ptr %4, align 8
+  %10 = load i16, ptr %9, align 2
+  %11 = zext i16 %10 to i32
+  %12 = shl i32 %11, 16
+  store i32 %12, ptr %6, align 4
+  %13 = load float, ptr %6, align 4
+  store float %13, ptr %3, align 4
+  br label %25
+
+14:
+  %15 = load ptr, ptr %4, align 8
+  %16 = load half, ptr %15, align 2
+  %17 = fpext half %16 to float
+  store float %17, ptr %3, align 4
+  br label %25
+
+18:
+  %19 = load ptr, ptr %4, align 8
+  %20 = load i8, ptr %19, align 1
+  %21 = sitofp i8 %20 to float
+  store float %21, ptr %3, align 4
+  br label %25
+
+22:
+  %23 = load ptr, ptr %4, align 8
+  %24 = load float, ptr %23, align 4
+  store float %24, ptr %3, align 4
+  br label %25
+
+25:
+  %26 = load float, ptr %3, align 4
+  ret float %26
+}
+
+declare void @llvm.prefetch.p0(ptr readonly captures(none), i32 immarg, i32 immarg, i32 immarg) #12
+
+define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
+  %3 = alloca ptr, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i32, align 4
+  %9 = alloca ptr, align 8
+  %10 = alloca ptr, align 8
+  %11 = alloca float, align 4
+  %12 = alloca float, align 4
+  %13 = alloca ptr, align 8
+  %14 = alloca i64, align 8
+  %15 = alloca i64, align 8
+  %16 = alloca float, align 4
+  %17 = alloca i64, align 8
+  %18 = alloca ptr, align 8
+  %19 = alloca ptr, align 8
+  %20 = alloca float, align 4
+  %21 = alloca i64, align 8
+  %22 = alloca i32, align 4
+  %23 = alloca i64, align 8
+  store ptr %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %24 = load i64, ptr @head_dim, align 8
+  store i64 %24, ptr %5, align 8
+  %25 = load ptr, ptr %3, align 8
+  %26 = getelementptr inbounds nuw %struct.Attention, ptr %25, i32 0, i32 8
+  %27 = load i64, ptr %26, align 8
+  %28 = load i64, ptr %5, align 8
+  %29 = add nsw i64 %28, 2
+  %30 = mul nsw i64 %27, %29
+  store i64 %30, ptr %6, align 8
+  store i64 0, ptr %7, align 8
+  br label %31
+
+31:
+  %32 = load i64, ptr %7, align 8
+  %33 = load ptr, ptr %3, align 8
+  %34 = getelementptr inbounds nuw %struct.Attention, ptr %33, i32 0, i32 6
+  %35 = load i64, ptr %34, align 8
+  %36 = load ptr, ptr %3, align 8
+  %37 = getelementptr inbounds nuw %struct.Attention, ptr %36, i32 0, i32 8
+  %38 = load i64, ptr %37, align 8
+  %39 = mul nsw i64 %35, %38
+  %40 = icmp slt i64 %32, %39
+  br i1 %40, label %42, label %41
+
+41:
+  store i32 2, ptr %8, align 4
+  br label %227
+
+42:
+  %43 = load ptr, ptr %3, align 8
+  %44 = getelementptr inbounds nuw %struct.Attention, ptr %43, i32 0, i32 5
+  %45 = load ptr, ptr %44, align 8
+  %46 = load i64, ptr %7, align 8
+  %47 = load ptr, ptr %3, align 8
+  %48 = getelementptr inbounds nuw %struct.Attention, ptr %47, i32 0, i32 8
+  %49 = load i64, ptr %48, align 8
+  %50 = sdiv i64 %46, %49
+  %51 = load i64, ptr %6, align 8
+  %52 = mul nsw i64 %50, %51
+  %53 = getelementptr inbounds float, ptr %45, i64 %52
+  store ptr %53, ptr %9, align 8
+  %54 = load ptr, ptr %9, align 8
+  %55 = load ptr, ptr %3, align 8
+  %56 = getelementptr inbounds nuw %struct.Attention, ptr %55, i32 0, i32 8
+  %57 = load i64, ptr %56, align 8
+  %58 = load i64, ptr %5, align 8
+  %59 = mul nsw i64 %57, %58
+  %60 = getelementptr inbounds float, ptr %54, i64 %59
+  %61 = load i64, ptr %7, align 8
+  %62 = load ptr, ptr %3, align 8
+  %63 = getelementptr inbounds nuw %struct.Attention, ptr %62, i32 0, i32 8
+  %64 = load i64, ptr %63, align 8
+  %65 = srem i64 %61, %64
+  %66 = getelementptr inbounds float, ptr %60, i64 %65
+  store ptr %66, ptr %10, align 8
+  store float 0xC6293E5940000000, ptr %11, align 4
+  store float 0.000000e+00, ptr %12, align 4
+  %67 = load ptr, ptr %4, align 8
+  %68 = load i64, ptr %7, align 8
+  %69 = load i64, ptr %5, align 8
+  %70 = mul nsw i64 %68, %69
+  %71 = getelementptr inbounds float, ptr %67, i64 %70
+  store ptr %71, ptr %13, align 8
+  store i64 0, ptr %14, align 8
+  br label %72
+
+72:
+  %73 = load i64, ptr %14, align 8
+  %74 = load i64, ptr %5, align 8
+  %75 = icmp slt i64 %73, %74
+  br i1 %75, label %77, label %76
+
+76:
+  store i32 5, ptr %8, align 4
+  br label %84
+
+77:
+  %78 = load ptr, ptr %13, align 8
+  %79 = load i64, ptr %14, align 8
+  %80 = getelementptr inbounds float, ptr %78, i64 %79
+  store float 0.000000e+00, ptr %80, align 4
+  br label %81
+
+81:
+  %82 = load i64, ptr %14, align 8
+  %83 = add nsw i64 %82, 1
+  store i64 %83, ptr %14, align 8
+  br label %72, !llvm.loop !34
+
+84:
+  store i64 0, ptr %15, align 8
+  br label %85
+
+85:
+  %86 = load i64, ptr %15, align 8
+  %87 = load ptr, ptr %3, align 8
+  %88 = getelementptr inbounds nuw %struct.Attention, ptr %87, i32 0, i32 11
+  %89 = load i64, ptr %88, align 8
+  %90 = icmp slt i64 %86, %89
+  br i1 %90, label %92, label %91
+
+91:
+  store i32 8, ptr %8, align 4
+  br label %115
+
+92:
+  %93 = load ptr, ptr %10, align 8
+  %94 = load i64, ptr %15, align 8
+  %95 = load ptr, ptr %3, align 8
+  %96 = getelementptr inbounds nuw %struct.Attention, ptr %95, i32 0, i32 6
+  %97 = load i64, ptr %96, align 8
+  %98 = mul nsw i64 %94, %97
+  %99 = load i64, ptr %6, align 8
+  %100 = mul nsw i64 %98, %99
+  %101 = getelementptr inbounds float, ptr %93, i64 %100
+  %102 = load float, ptr %101, align 4
+  store float %102, ptr %16, align 4
+  %103 = load float, ptr %16, align 4
+  %104 = load float, ptr %11, align 4
+  %105 = fcmp ogt float %103, %104
+  br i1 %105, label %106, label %108
+
+106:
+  %107 = load float, ptr %16, align 4
+  br label %110
+
+108:
+  %109 = load float, ptr %11, align 4
+  br label %110
+
+110:
+  %111 = phi float [ %107, %106 ], [ %109, %108 ]
+  store float %111, ptr %11, align 4
+  br label %112
+
+112:
+  %113 = load i64, ptr %15, align 8
+  %114 = add nsw i64 %113, 1
+  store i64 %114, ptr %15, align 8
+  br label %85, !llvm.loop !35
+
+115:
+  store i64 0, ptr %17, align 8
+  br label %116
+
+116:
+  %117 = load i64, ptr %17, align 8
+  %118 = load ptr, ptr %3, align 8
+  %119 = getelementptr inbounds nuw %struct.Attention, ptr %118, i32 0, i32 11
+  %120 = load i64, ptr %119, align 8
+  %121 = icmp slt i64 %117, %120
+  br i1 %121, label %123, label %122
+
+122:
+  store i32 11, ptr %8, align 4
+  br label %194
+
+123:
+  %124 = load ptr, ptr %9, align 8
+  %125 = load i64, ptr %17, align 8
+  %126 = load ptr, ptr %3, align 8
+  %127 = getelementptr inbounds nuw %struct.Attention, ptr %126, i32 0, i32 6
+  %128 = load i64, ptr %127, align 8
+  %129 = mul nsw i64 %125, %128
+  %130 = load i64, ptr %6, align 8
+  %131 = mul nsw i64 %129, %130
+  %132 = getelementptr inbounds float, ptr %124, i64 %131
+  %133 = load i64, ptr %7, align 8
+  %134 = load ptr, ptr %3, align 8
+  %135 = getelementptr inbounds nuw %struct.Attention, ptr %134, i32 0, i32 8
+  %136 = load i64, ptr %135, align 8
+  %137 = srem i64 %133, %136
+  %138 = load i64, ptr %5, align 8
+  %139 = mul nsw i64 %137, %138
+  %140 = getelementptr inbounds float, ptr %132, i64 %139
+  store ptr %140, ptr %18, align 8
+  %141 = load ptr, ptr %10, align 8
+  %142 = load i64, ptr %17, align 8
+  %143 = load ptr, ptr %3, align 8
+  %144 = getelementptr inbounds nuw %struct.Attention, ptr %143, i32 0, i32 6
+  %145 = load i64, ptr %144, align 8
+  %146 = mul nsw i64 %142, %145
+  %147 = load i64, ptr %6, align 8
+  %148 = mul nsw i64 %146, %147
+  %149 = getelementptr inbounds float, ptr %141, i64 %148
+  store ptr %149, ptr %19, align 8
+  %150 = load ptr, ptr %19, align 8
+  %151 = getelementptr inbounds float, ptr %150, i64 0
+  %152 = load float, ptr %151, align 4
+  %153 = load float, ptr %11, align 4
+  %154 = fsub float %152, %153
+  %155 = insertelement <8 x float> poison, float %154, i64 0
+  %156 = shufflevector <8 x float> %155, <8 x float> poison, <8 x i32> zeroinitializer
+  %157 = call <8 x float> @exponential(<8 x float> noundef %156)
+  %158 = extractelement <8 x float> %157, i32 0
+  store float %158, ptr %20, align 4
+  store i64 0, ptr %21, align 8
+  br label %159
+
+159:
+  %160 = load i64, ptr %21, align 8
+  %161 = load i64, ptr %5, align 8
+  %162 = icmp slt i64 %160, %161
+  br i1 %162, label %164, label %163
+
+163:
+  store i32 14, ptr %8, align 4
+  br label %181
+
+164:
+  %165 = load ptr, ptr %18, align 8
+  %166 = load i64, ptr %21, align 8
+  %167 = getelementptr inbounds float, ptr %165, i64 %166
+  %168 = load float, ptr %167, align 4
+  %169 = load float, ptr %20, align 4
+  %170 = load ptr, ptr %13, align 8
+  %171 = load i64, ptr %21, align 8
+  %172 = getelementptr inbounds float, ptr %170, i64 %171
+  %173 = load float, ptr %172, align 4
+  %174 = call float @llvm.fma.f32(float %168, float %169, float %173)
+  %175 = load ptr, ptr %13, align 8
+  %176 = load i64, ptr %21, align 8
+  %177 = getelementptr inbounds float, ptr %175, i64 %176
+  store float %174, ptr %177, align 4
+  br label %178
+
+178:
+  %179 = load i64, ptr %21, align 8
+  %180 = add nsw i64 %179, 1
+  store i64 %180, ptr %21, align 8
+  br label %159, !llvm.loop !36
+
+181:
+  %182 = load ptr, ptr %19, align 8
+  %183 = load ptr, ptr %3, align 8
+  %184 = getelementptr inbounds nuw %struct.Attention, ptr %183, i32 0, i32 8
+  %185 = load i64, ptr %184, align 8
+  %186 = getelementptr inbounds float, ptr %182, i64 %185
+  %187 = load float, ptr %186, align 4
+  %188 = load float, ptr %20, align 4
+  %189 = load float, ptr %12, align 4
+  %190 = call float @llvm.fma.f32(float %187, float %188, float %189)
+  store float %190, ptr %12, align 4
+  br label %191
+
+191:
+  %192 = load i64, ptr %17, align 8
+  %193 = add nsw i64 %192, 1
+  store i64 %193, ptr %17, align 8
+  br label %116, !llvm.loop !37
+
+194:
+  %195 = load float, ptr %12, align 4
+  %196 = fcmp ole float %195, 0.000000e+00
+  %197 = xor i1 %196, true
+  %198 = zext i1 %197 to i32
+  store i32 %198, ptr %22, align 4
+  store i64 0, ptr %23, align 8
+  br label %199
+
+199:
+  %200 = load i64, ptr %23, align 8
+  %201 = load i64, ptr %5, align 8
+  %202 = icmp slt i64 %200, %201
+  br i1 %202, label %204, label %203
+
+203:
+  store i32 17, ptr %8, align 4
+  br label %223
+
+204:
+  %205 = load i32, ptr %22, align 4
+  %206 = icmp ne i32 %205, 0
+  br i1 %206, label %207, label %214
+
+207:
+  %208 = load ptr, ptr %13, align 8
+  %209 = load i64, ptr %23, align 8
+  %210 = getelementptr inbounds float, ptr %208, i64 %209
+  %211 = load float, ptr %210, align 4
+  %212 = load float, ptr %12, align 4
+  %213 = fdiv float %211, %212
+  br label %215
+
+214:
+  br label %215
+
+215:
+  %216 = phi float [ %213, %207 ], [ 0.000000e+00, %214 ]
+  %217 = load ptr, ptr %13, align 8
+  %218 = load i64, ptr %23, align 8
+  %219 = getelementptr inbounds float, ptr %217, i64 %218
+  store float %216, ptr %219, align 4
+  br label %220
+
+220:
+  %221 = load i64, ptr %23, align 8
+  %222 = add nsw i64 %221, 1
+  store i64 %222, ptr %23, align 8
+  br label %199, !llvm.loop !38
+
+223:
+  br label %224
+
+224:
+  %225 = load i64, ptr %7, align 8
+  %226 = add nsw i64 %225, 1
+  store i64 %226, ptr %7, align 8
+  br label %31, !llvm.loop !39
+
+227:
+  ret void
+}
+
+define internal <8 x float> @exponential(<8 x float> noundef %0) #10 {
+  %2 = alloca <8 x float>, align 32
+  %3 = alloca <8 x float>, align 32
+  %4 = alloca <8 x float>, align 32
+  %5 = alloca <8 x float>, align 32
+  %6 = alloca <8 x float>, align 32
+  store <8 x float> %0, ptr %2, align 32
+  %7 = load <8 x float>, ptr %2, align 32
+  %8 = call <8 x float> @larger(<8 x float> noundef %7, <8 x float> noundef splat (float -8.700000e+01))
+  store <8 x float> %8, ptr %2, align 32
+  %9 = load <8 x float>, ptr %2, align 32
+  %10 = fmul <8 x float> %9, splat (float 0x3FF7154760000000)
+  %11 = call <8 x float> @llvm.rint.v8f32(<8 x float> %10)
+  store <8 x float> %11, ptr %3, align 32
+  %12 = load <8 x float>, ptr %3, align 32
+  %13 = load <8 x float>, ptr %3, align 32
+  %14 = load <8 x float>, ptr %2, align 32
+  %15 = call <8 x float> @fma_(<8 x float> noundef %13, <8 x float> noundef splat (float 0xBFE6300000000000), <8 x float> noundef %14)
+  %16 = call <8 x float> @fma_(<8 x float> noundef %12, <8 x float> noundef splat (float 0x3F2BD01060000000), <8 x float> noundef %15)
+  store <8 x float> %16, ptr %4, align 32
+  store <8 x float> splat (float 0x3F2A0D2CE0000000), ptr %5, align 32
+  %17 = load <8 x float>, ptr %5, align 32
+  %18 = load <8 x float>, ptr %4, align 32
+  %19 = call <8 x float> @fma_(<8 x float> noundef %17, <8 x float> noundef %18, <8 x float> noundef splat (float 0x3F56E879C0000000))
+  store <8 x float> %19, ptr %5, align 32
+  %20 = load <8 x float>, ptr %5, align 32
+  %21 = load <8 x float>, ptr %4, align 32
+  %22 = call <8 x float> @fma_(<8 x float> noundef %20, <8 x float> noundef %21, <8 x float> noundef splat (float 0x3F81112100000000))
+  store <8 x float> %22, ptr %5, align 32
+  %23 = load <8 x float>, ptr %5, align 32
+  %24 = load <8 x float>, ptr %4, align 32
+  %25 = call <8 x float> @fma_(<8 x float> noundef %23, <8 x float> noundef %24, <8 x float> noundef splat (float 0x3FA5553820000000))
+  store <8 x float> %25, ptr %5, align 32
+  %26 = load <8 x float>, ptr %5, align 32
+  %27 = load <8 x float>, ptr %4, align 32
+  %28 = call <8 x float> @fma_(<8 x float> noundef %26, <8 x float> noundef %27, <8 x float> noundef splat (float 0x3FC5555540000000))
+  store <8 x float> %28, ptr %5, align 32
+  %29 = load <8 x float>, ptr %5, align 32
+  %30 = load <8 x float>, ptr %4, align 32
+  %31 = call <8 x float> @fma_(<8 x float> noundef %29, <8 x float> noundef %30, <8 x float> noundef splat (float 5.000000e-01))
+  store <8 x float> %31, ptr %5, align 32
+  %32 = load <8 x float>, ptr %5, align 32
+  %33 = load <8 x float>, ptr %4, align 32
+  %34 = load <8 x float>, ptr %4, align 32
+  %35 = fmul <8 x float> %33, %34
+  %36 = load <8 x float>, ptr %4, align 32
+  %37 = call <8 x float> @fma_(<8 x float> noundef %32, <8 x float> noundef %35, <8 x float> noundef %36)
+  %38 = fadd <8 x float> %37, splat (float 1.000000e+00)
+  store <8 x float> %38, ptr %6, align 32
+  %39 = load <8 x float>, ptr %6, align 32
+  %40 = bitcast <8 x float> %39 to <8 x i32>
+  %41 = load <8 x float>, ptr %3, align 32
+  %42 = fptosi <8 x float> %41 to <8 x i32>
+  %43 = shl <8 x i32> %42, splat (i32 23)
+  %44 = add <8 x i32> %40, %43
+  %45 = bitcast <8 x i32> %44 to <8 x float>
+  ret <8 x float> %45
+}
+
+define internal <8 x float> @larger(<8 x float> noundef %0, <8 x float> noundef %1) #10 {
+  %3 = alloca <8 x float>, align 32
+  %4 = alloca <8 x float>, align 32
+  store <8 x float> %0, ptr %3, align 32
+  store <8 x float> %1, ptr %4, align 32
+  %5 = load <8 x float>, ptr %4, align 32
+  %6 = load <8 x float>, ptr %3, align 32
+  %7 = fcmp ogt <8 x float> %5, %6
+  %8 = sext <8 x i1> %7 to <8 x i32>
+  %9 = load <8 x float>, ptr %4, align 32
+  %10 = load <8 x float>, ptr %3, align 32
+  %11 = icmp slt <8 x i32> %8, zeroinitializer
+  %12 = select <8 x i1> %11, <8 x float> %9, <8 x float> %10
+  ret <8 x float> %12
+}
+
+declare <8 x float> @llvm.rint.v8f32(<8 x float>) #11
+
+define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %2) #1 {
+  %4 = alloca i64, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca i32, align 4
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca ptr, align 8
+  %15 = alloca i64, align 8
+  %16 = alloca i32, align 4
+  %17 = alloca i64, align 8
+  %18 = alloca ptr, align 8
+  %19 = alloca ptr, align 8
+  %20 = alloca ptr, align 8
+  %21 = alloca ptr, align 8
+  %22 = alloca ptr, align 8
+  %23 = alloca i64, align 8
+  %24 = alloca i64, align 8
+  %25 = alloca i64, align 8
+  %26 = alloca i64, align 8
+  %27 = alloca i64, align 8
+  %28 = alloca i64, align 8
+  %29 = alloca i64, align 8
+  store i64 %0, ptr %4, align 8
+  store ptr %1, ptr %5, align 8
+  store i32 %2, ptr %6, align 4
+  %30 = load i64, ptr %4, align 8
+  %31 = load ptr, ptr %5, align 8
+  %32 = getelementptr inbounds nuw %struct.Attention, ptr %31, i32 0, i32 6
+  %33 = load i64, ptr %32, align 8
+  %34 = srem i64 %30, %33
+  store i64 %34, ptr %7, align 8
+  %35 = load i64, ptr %4, align 8
+  %36 = load ptr, ptr %5, align 8
+  %37 = getelementptr inbounds nuw %struct.Attention, ptr %36, i32 0, i32 6
+  %38 = load i64, ptr %37, align 8
+  %39 = sdiv i64 %35, %38
+  %40 = load ptr, ptr %5, align 8
+  %41 = getelementptr inbounds nuw %struct.Attention, ptr %40, i32 0, i32 11
+  %42 = load i64, ptr %41, align 8
+  %43 = srem i64 %39, %42
+  store i64 %43, ptr %8, align 8
+  %44 = load ptr, ptr %5, align 8
+  %45 = getelementptr inbounds nuw %struct.Attention, ptr %44, i32 0, i32 12
+  %46 = load i64, ptr %45, align 8
+  %47 = sub nsw i64 %46, 1
+  %48 = load i64, ptr %4, align 8
+  %49 = load ptr, ptr %5, align 8
+  %50 = getelementptr inbounds nuw %struct.Attention, ptr %49, i32 0, i32 6
+  %51 = load i64, ptr %50, align 8
+  %52 = sdiv i64 %48, %51
+  %53 = load ptr, ptr %5, align 8
+  %54 = getelementptr inbounds nuw %struct.Attention, ptr %53, i32 0, i32 11
+  %55 = load i64, ptr %54, align 8
+  %56 = sdiv i64 %52, %55
+  %57 = sub nsw i64 %47, %56
+  store i64 %57, ptr %9, align 8
+  %58 = load ptr, ptr %5, align 8
+  %59 = getelementptr inbounds nuw %struct.Attention, ptr %58, i32 0, i32 11
+  %60 = load i64, ptr %59, align 8
+  %61 = icmp sgt i64 %60, 1
+  br i1 %61, label %62, label %65
+
+62:
+  %63 = load i64, ptr %8, align 8
+  %64 = mul nsw i64 %63, 256
+  br label %66
+
+65:
+  br label %66
+
+66:
+  %67 = phi i64 [ %64, %62 ], [ 0, %65 ]
+  store i64 %67, ptr %10, align 8
+  %68 = load ptr, ptr %5, align 8
+  %69 = getelementptr inbounds nuw %struct.Attention, ptr %68, i32 0, i32 11
+  %70 = load i64, ptr %69, align 8
+  %71 = icmp sgt i64 %70, 1
+  br i1 %71, label %72, label %75
+
+72:
+  %73 = load i64, ptr %10, align 8
+  %74 = add nsw i64 %73, 256
+  br label %79
+
+75:
+  %76 = load ptr, ptr %5, align 8
+  %77 = getelementptr inbounds nuw %struct.Attention, ptr %76, i32 0, i32 10
+  %78 = load i64, ptr %77, align 8
+  br label %79
+
+79:
+  %80 = phi i64 [ %74, %72 ], [ %78, %75 ]
+  %81 = load ptr, ptr %5, align 8
+  %82 = getelementptr inbounds nuw %struct.Attention, ptr %81, i32 0, i32 10
+  %83 = load i64, ptr %82, align 8
+  %84 = call i64 @least(i64 noundef %80, i64 noundef %83)
+  store i64 %84, ptr %11, align 8
+  %85 = load i64, ptr @head_dim, align 8
+  store i64 %85, ptr %12, align 8
+  %86 = load i64, ptr %9, align 8
+  %87 = add nsw i64 %86, 1
+  %88 = mul nsw i64 %87, 96
+  %89 = load ptr, ptr %5, align 8
+  %90 = getelementptr inbounds nuw %struct.Attention, ptr %89, i32 0, i32 8
+  %91 = load i64, ptr %90, align 8
+  %92 = call i64 @least(i64 noundef %88, i64 noundef %91)
+  store i64 %92, ptr %13, align 8
+  %93 = load ptr, ptr %5, align 8
+  %94 = getelementptr inbounds nuw %struct.Attention, ptr %93, i32 0, i32 5
+  %95 = load ptr, ptr %94, align 8
+  %96 = load i64, ptr %8, align 8
+  %97 = load ptr, ptr %5, align 8
+  %98 = getelementptr inbounds nuw %struct.Attention, ptr %97, i32 0, i32 6
+  %99 = load i64, ptr %98, align 8
+  %100 = mul nsw i64 %96, %99
+  %101 = load i64, ptr %7, align 8
+  %102 = add nsw i64 %100, %101
+  %103 = load ptr, ptr %5, align 8
+  %104 = getelementptr inbounds nuw %struct.Attention, ptr %103, i32 0, i32 8
+  %105 = load i64, ptr %104, align 8
+  %106 = mul nsw i64 %102, %105
+  %107 = load i64, ptr %12, align 8
+  %108 = add nsw i64 %107, 2
+  %109 = mul nsw i64 %106, %108
+  %110 = getelementptr inbounds float, ptr %95, i64 %109
+  store ptr %110, ptr %14, align 8
+  %111 = load i64, ptr %9, align 8
+  %112 = mul nsw i64 %111, 96
+  store i64 %112, ptr %15, align 8
+  br label %113
+
+113:
+  %114 = load i64, ptr %15, align 8
+  %115 = load i64, ptr %13, align 8
+  %116 = icmp slt i64 %114, %115
+  br i1 %116, label %118, label %117
+
+117:
+  store i32 2, ptr %16, align 4
+  br label %298
+
+118:
+  %119 = load i64, ptr %13, align 8
+  %120 = load i64, ptr %15, align 8
+  %121 = sub nsw i64 %119, %120
+  %122 = call i64 @least(i64 noundef %121, i64 noundef 16)
+  store i64 %122, ptr %17, align 8
+  %123 = load ptr, ptr %5, align 8
+  %124 = getelementptr inbounds nuw %struct.Attention, ptr %123, i32 0, i32 3
+  %125 = load ptr, ptr %124, align 8
+  %126 = load i64, ptr %7, align 8
+  %127 = load ptr, ptr %5, align 8
+  %128 = getelementptr inbounds nuw %struct.Attention, ptr %127, i32 0, i32 7
+  %129 = load i64, ptr %128, align 8
+  %130 = sdiv i64 %126, %129
+  %131 = load ptr, ptr %5, align 8
+  %132 = getelementptr inbounds nuw %struct.Attention, ptr %131, i32 0, i32 8
+  %133 = load i64, ptr %132, align 8
+  %134 = mul nsw i64 %130, %133
+  %135 = getelementptr inbounds i32, ptr %125, i64 %134
+  %136 = load i64, ptr %15, align 8
+  %137 = getelementptr inbounds i32, ptr %135, i64 %136
+  store ptr %137, ptr %18, align 8
+  %138 = load ptr, ptr %5, align 8
+  %139 = getelementptr inbounds nuw %struct.Attention, ptr %138, i32 0, i32 4
+  %140 = load ptr, ptr %139, align 8
+  %141 = load ptr, ptr %18, align 8
+  %142 = load ptr, ptr %5, align 8
+  %143 = getelementptr inbounds nuw %struct.Attention, ptr %142, i32 0, i32 3
+  %144 = load ptr, ptr %143, align 8
+  %145 = ptrtoint ptr %141 to i64
+  %146 = ptrtoint ptr %144 to i64
+  %147 = sub i64 %145, %146
+  %148 = sdiv exact i64 %147, 4
+  %149 = getelementptr inbounds i32, ptr %140, i64 %148
+  store ptr %149, ptr %19, align 8
+  %150 = load ptr, ptr %14, align 8
+  %151 = load i64, ptr %15, align 8
+  %152 = load i64, ptr %12, align 8
+  %153 = mul nsw i64 %151, %152
+  %154 = getelementptr inbounds float, ptr %150, i64 %153
+  store ptr %154, ptr %20, align 8
+  %155 = load ptr, ptr %14, align 8
+  %156 = load ptr, ptr %5, align 8
+  %157 = getelementptr inbounds nuw %struct.Attention, ptr %156, i32 0, i32 8
+  %158 = load i64, ptr %157, align 8
+  %159 = load i64, ptr %12, align 8
+  %160 = mul nsw i64 %158, %159
+  %161 = getelementptr inbounds float, ptr %155, i64 %160
+  %162 = load i64, ptr %15, align 8
+  %163 = getelementptr inbounds float, ptr %161, i64 %162
+  store ptr %163, ptr %21, align 8
+  %164 = load ptr, ptr %21, align 8
+  %165 = load ptr, ptr %5, align 8
+  %166 = getelementptr inbounds nuw %struct.Attention, ptr %165, i32 0, i32 8
+  %167 = load i64, ptr %166, align 8
+  %168 = getelementptr inbounds float, ptr %164, i64 %167
+  store ptr %168, ptr %22, align 8
+  %169 = load ptr, ptr %5, align 8
+  %170 = getelementptr inbounds nuw %struct.Attention, ptr %169, i32 0, i32 9
+  %171 = load i64, ptr %170, align 8
+  store i64 %171, ptr %23, align 8
+  store i64 -1, ptr %24, align 8
+  store i64 0, ptr %25, align 8
+  br label %172
+
+172:
+  %173 = load i64, ptr %25, align 8
+  %174 = load i64, ptr %17, align 8
+  %175 = icmp slt i64 %173, %174
+  br i1 %175, label %177, label %176
+
+176:
+  store i32 5, ptr %16, align 4
+  br label %218
+
+177:
+  %178 = load i64, ptr %23, align 8
+  %179 = load ptr, ptr %18, align 8
+  %180 = load i64, ptr %25, align 8
+  %181 = getelementptr inbounds i32, ptr %179, i64 %180
+  %182 = load i32, ptr %181, align 4
+  %183 = sext i32 %182 to i64
+  %184 = call i64 @least(i64 noundef %178, i64 noundef %183)
+  store i64 %184, ptr %23, align 8
+  %185 = load i64, ptr %24, align 8
+  %186 = load ptr, ptr %19, align 8
+  %187 = load i64, ptr %25, align 8
+  %188 = getelementptr inbounds i32, ptr %186, i64 %187
+  %189 = load i32, ptr %188, align 4
+  %190 = sext i32 %189 to i64
+  %191 = call i64 @most(i64 noundef %185, i64 noundef %190)
+  store i64 %191, ptr %24, align 8
+  %192 = load ptr, ptr %21, align 8
+  %193 = load i64, ptr %25, align 8
+  %194 = getelementptr inbounds float, ptr %192, i64 %193
+  store float 0xC6293E5940000000, ptr %194, align 4
+  %195 = load ptr, ptr %22, align 8
+  %196 = load i64, ptr %25, align 8
+  %197 = getelementptr inbounds float, ptr %195, i64 %196
+  store float 0.000000e+00, ptr %197, align 4
+  store i64 0, ptr %26, align 8
+  br label %198
+
+198:
+  %199 = load i64, ptr %26, align 8
+  %200 = load i64, ptr %12, align 8
+  %201 = icmp slt i64 %199, %200
+  br i1 %201, label %203, label %202
+
+202:
+  store i32 8, ptr %16, align 4
+  br label %214
+
+203:
+  %204 = load ptr, ptr %20, align 8
+  %205 = load i64, ptr %25, align 8
+  %206 = load i64, ptr %12, align 8
+  %207 = mul nsw i64 %205, %206
+  %208 = load i64, ptr %26, align 8
+  %209 = add nsw i64 %207, %208
+  %210 = getelementptr inbounds float, ptr %204, i64 %209
+  store float 0.000000e+00, ptr %210, align 4
+  br label %211
+
+211:
+  %212 = load i64, ptr %26, align 8
+  %213 = add nsw i64 %212, 1
+  store i64 %213, ptr %26, align 8
+  br label %198, !llvm.loop !40
+
+214:
+  br label %215
+
+215:
+  %216 = load i64, ptr %25, align 8
+  %217 = add nsw i64 %216, 1
+  store i64 %217, ptr %25, align 8
+  br label %172, !llvm.loop !41
+
+218:
+  %219 = load i64, ptr %10, align 8
+  %220 = load i64, ptr %23, align 8
+  %221 = and i64 %220, -256
+  %222 = call i64 @most(i64 noundef %219, i64 noundef %221)
+  store i64 %222, ptr %27, align 8
+  br label %223
+
+223:
+  %224 = load i64, ptr %27, align 8
+  %225 = load i64, ptr %11, align 8
+  %226 = load i64, ptr %24, align 8
+  %227 = add nsw i64 %226, 1
+  %228 = call i64 @least(i64 noundef %225, i64 noundef %227)
+  %229 = icmp slt i64 %224, %228
+  br i1 %229, label %231, label %230
+
+230:
+  store i32 11, ptr %16, align 4
+  br label %294
+
+231:
+  %232 = load i64, ptr %11, align 8
+  %233 = load i64, ptr %24, align 8
+  %234 = add nsw i64 %233, 1
+  %235 = call i64 @least(i64 noundef %232, i64 noundef %234)
+  %236 = load i64, ptr %27, align 8
+  %237 = sub nsw i64 %235, %236
+  %238 = add nsw i64 %237, 16
+  %239 = sub nsw i64 %238, 1
+  %240 = and i64 %239, -16
+  store i64 %240, ptr %28, align 8
+  %241 = load i64, ptr %7, align 8
+  %242 = load ptr, ptr %5, align 8
+  %243 = getelementptr inbounds nuw %struct.Attention, ptr %242, i32 0, i32 9
+  %244 = load i64, ptr %243, align 8
+  %245 = mul nsw i64 %241, %244
+  %246 = load i64, ptr %27, align 8
+  %247 = add nsw i64 %245, %246
+  %248 = load i64, ptr %12, align 8
+  %249 = mul nsw i64 %247, %248
+  store i64 %249, ptr %29, align 8
+  %250 = load ptr, ptr %5, align 8
+  %251 = getelementptr inbounds nuw %struct.Attention, ptr %250, i32 0, i32 0
+  %252 = load ptr, ptr %251, align 8
+  %253 = load i64, ptr %7, align 8
+  %254 = load ptr, ptr %5, align 8
+  %255 = getelementptr inbounds nuw %struct.Attention, ptr %254, i32 0, i32 8
+  %256 = load i64, ptr %255, align 8
+  %257 = mul nsw i64 %253, %256
+  %258 = load i64, ptr %15, align 8
+  %259 = add nsw i64 %257, %258
+  %260 = load i64, ptr %12, align 8
+  %261 = mul nsw i64 %259, %260
+  %262 = getelementptr inbounds float, ptr %252, i64 %261
+  %263 = load ptr, ptr %5, align 8
+  %264 = getelementptr inbounds nuw %struct.Attention, ptr %263, i32 0, i32 1
+  %265 = load ptr, ptr %264, align 8
+  %266 = load i64, ptr %29, align 8
+  %267 = load i32, ptr %6, align 4
+  %268 = call ptr @element(ptr noundef %265, i64 noundef %266, i32 noundef %267)
+  %269 = load ptr, ptr %5, align 8
+  %270 = getelementptr inbounds nuw %struct.Attention, ptr %269, i32 0, i32 2
+  %271 = load ptr, ptr %270, align 8
+  %272 = load i64, ptr %29, align 8
+  %273 = load i32, ptr %6, align 4
+  %274 = call ptr @element(ptr noundef %271, i64 noundef %272, i32 noundef %273)
+  %275 = load ptr, ptr %18, align 8
+  %276 = load ptr, ptr %19, align 8
+  %277 = load ptr, ptr %20, align 8
+  %278 = load ptr, ptr %21, align 8
+  %279 = load ptr, ptr %22, align 8
+  %280 = load i64, ptr %17, align 8
+  %281 = load i64, ptr %27, align 8
+  %282 = load i64, ptr %28, align 8
+  %283 = call i64 @least(i64 noundef %282, i64 noundef 256)
+  %284 = load ptr, ptr %5, align 8
+  %285 = getelementptr inbounds nuw %struct.Attention, ptr %284, i32 0, i32 9
+  %286 = load i64, ptr %285, align 8
+  %287 = load i64, ptr %27, align 8
+  %288 = sub nsw i64 %286, %287
+  %289 = call i64 @least(i64 noundef %283, i64 noundef %288)
+  %290 = load i32, ptr %6, align 4
+  call void @attend_chunk(ptr noundef %262, ptr noundef %268, ptr noundef %274, ptr noundef %275, ptr noundef %276, ptr noundef %277, ptr noundef %278, ptr noundef %279, i64 noundef %280, i64 noundef %281, i64 noundef %289, i32 noundef %290)
+  br label %291
+
+291:
+  %292 = load i64, ptr %27, align 8
+  %293 = add nsw i64 %292, 256
+  store i64 %293, ptr %27, align 8
+  br label %223, !llvm.loop !42
+
+294:
+  br label %295
+
+295:
+  %296 = load i64, ptr %15, align 8
+  %297 = add nsw i64 %296, 16
+  store i64 %297, ptr %15, align 8
+  br label %113, !llvm.loop !43
+
+298:
+  ret void
+}
+
+define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %2, ptr noundef %3, ptr noundef %4, ptr noundef %5, ptr noundef %6, ptr noundef %7, i64 noundef %8, i64 noundef %9, i64 noundef %10, i32 noundef %11) #10 {
+  %13 = alloca ptr, align 8
+  %14 = alloca ptr, align 8
+  %15 = alloca ptr, align 8
+  %16 = alloca ptr, align 8
+  %17 = alloca ptr, align 8
+  %18 = alloca ptr, align 8
+  %19 = alloca ptr, align 8
+  %20 = alloca ptr, align 8
+  %21 = alloca i64, align 8
+  %22 = alloca i64, align 8
+  %23 = alloca i64, align 8
+  %24 = alloca i32, align 4
+  %25 = alloca [4096 x float], align 64
+  %26 = alloca i64, align 8
+  %27 = alloca i64, align 8
+  %28 = alloca i32, align 4
+  %29 = alloca float, align 4
+  %30 = alloca float, align 4
+  %31 = alloca <8 x float>, align 32
+  %32 = alloca i64, align 8
+  %33 = alloca i64, align 8
+  store ptr %0, ptr %13, align 8
+  store ptr %1, ptr %14, align 8
+  store ptr %2, ptr %15, align 8
+  store ptr %3, ptr %16, align 8
+  store ptr %4, ptr %17, align 8
+  store ptr %5, ptr %18, align 8
+  store ptr %6, ptr %19, align 8
+  store ptr %7, ptr %20, align 8
+  store i64 %8, ptr %21, align 8
+  store i64 %9, ptr %22, align 8
+  store i64 %10, ptr %23, align 8
+  store i32 %11, ptr %24, align 4
+  store i64 0, ptr %26, align 8
+  br label %34
+
+34:
+  %35 = load i64, ptr %26, align 8
+  %36 = load i64, ptr %21, align 8
+  %37 = icmp slt i64 %35, %36
+  br i1 %37, label %39, label %38
+
+38:
+  br label %105
+
+39:
+  %40 = load i64, ptr %21, align 8
+  %41 = load i64, ptr %26, align 8
+  %42 = sub nsw i64 %40, %41
+  %43 = call i64 @least(i64 noundef %42, i64 noundef 4)
+  switch i64 %43, label %89 [
+    i64 1, label %44
+    i64 2, label %59
+    i64 3, label %74
+  ]
+
+44:
+  %45 = load ptr, ptr %13, align 8
+  %46 = load i64, ptr %26, align 8
+  %47 = load i64, ptr @head_dim, align 8
+  %48 = mul nsw i64 %46, %47
+  %49 = getelementptr inbounds float, ptr %45, i64 %48
+  %50 = load ptr, ptr %14, align 8
+  %51 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %52 = load i64, ptr %26, align 8
+  %53 = mul nsw i64 %52, 256
+  %54 = getelementptr inbounds float, ptr %51, i64 %53
+  %55 = load i64, ptr %23, align 8
+  %56 = load i32, ptr %24, align 4
+  call void @scores(ptr noundef %49, ptr noundef %50, ptr noundef %54, i64 noundef %55, i32 noundef 1, i32 noundef %56)
+  %57 = load i64, ptr %26, align 8
+  %58 = add nsw i64 %57, 1
+  store i64 %58, ptr %26, align 8
+  br label %104
+
+59:
+  %60 = load ptr, ptr %13, align 8
+  %61 = load i64, ptr %26, align 8
+  %62 = load i64, ptr @head_dim, align 8
+  %63 = mul nsw i64 %61, %62
+  %64 = getelementptr inbounds float, ptr %60, i64 %63
+  %65 = load ptr, ptr %14, align 8
+  %66 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %67 = load i64, ptr %26, align 8
+  %68 = mul nsw i64 %67, 256
+  %69 = getelementptr inbounds float, ptr %66, i64 %68
+  %70 = load i64, ptr %23, align 8
+  %71 = load i32, ptr %24, align 4
+  call void @scores(ptr noundef %64, ptr noundef %65, ptr noundef %69, i64 noundef %70, i32 noundef 2, i32 noundef %71)
+  %72 = load i64, ptr %26, align 8
+  %73 = add nsw i64 %72, 2
+  store i64 %73, ptr %26, align 8
+  br label %104
+
+74:
+  %75 = load ptr, ptr %13, align 8
+  %76 = load i64, ptr %26, align 8
+  %77 = load i64, ptr @head_dim, align 8
+  %78 = mul nsw i64 %76, %77
+  %79 = getelementptr inbounds float, ptr %75, i64 %78
+  %80 = load ptr, ptr %14, align 8
+  %81 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %82 = load i64, ptr %26, align 8
+  %83 = mul nsw i64 %82, 256
+  %84 = getelementptr inbounds float, ptr %81, i64 %83
+  %85 = load i64, ptr %23, align 8
+  %86 = load i32, ptr %24, align 4
+  call void @scores(ptr noundef %79, ptr noundef %80, ptr noundef %84, i64 noundef %85, i32 noundef 3, i32 noundef %86)
+  %87 = load i64, ptr %26, align 8
+  %88 = add nsw i64 %87, 3
+  store i64 %88, ptr %26, align 8
+  br label %104
+
+89:
+  %90 = load ptr, ptr %13, align 8
+  %91 = load i64, ptr %26, align 8
+  %92 = load i64, ptr @head_dim, align 8
+  %93 = mul nsw i64 %91, %92
+  %94 = getelementptr inbounds float, ptr %90, i64 %93
+  %95 = load ptr, ptr %14, align 8
+  %96 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %97 = load i64, ptr %26, align 8
+  %98 = mul nsw i64 %97, 256
+  %99 = getelementptr inbounds float, ptr %96, i64 %98
+  %100 = load i64, ptr %23, align 8
+  %101 = load i32, ptr %24, align 4
+  call void @scores(ptr noundef %94, ptr noundef %95, ptr noundef %99, i64 noundef %100, i32 noundef 4, i32 noundef %101)
+  %102 = load i64, ptr %26, align 8
+  %103 = add nsw i64 %102, 4
+  store i64 %103, ptr %26, align 8
+  br label %104
+
+104:
+  br label %34, !llvm.loop !44
+
+105:
+  store i64 0, ptr %27, align 8
+  br label %106
+
+106:
+  %107 = load i64, ptr %27, align 8
+  %108 = load i64, ptr %21, align 8
+  %109 = icmp slt i64 %107, %108
+  br i1 %109, label %111, label %110
+
+110:
+  store i32 5, ptr %28, align 4
+  br label %179
+
+111:
+  %112 = load ptr, ptr %19, align 8
+  %113 = load i64, ptr %27, align 8
+  %114 = getelementptr inbounds float, ptr %112, i64 %113
+  %115 = load float, ptr %114, align 4
+  store float %115, ptr %30, align 4
+  %116 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %117 = load i64, ptr %27, align 8
+  %118 = mul nsw i64 %117, 256
+  %119 = getelementptr inbounds float, ptr %116, i64 %118
+  %120 = load i64, ptr %22, align 8
+  %121 = load i64, ptr %23, align 8
+  %122 = load ptr, ptr %16, align 8
+  %123 = load i64, ptr %27, align 8
+  %124 = getelementptr inbounds i32, ptr %122, i64 %123
+  %125 = load i32, ptr %124, align 4
+  %126 = load ptr, ptr %17, align 8
+  %127 = load i64, ptr %27, align 8
+  %128 = getelementptr inbounds i32, ptr %126, i64 %127
+  %129 = load i32, ptr %128, align 4
+  %130 = load float, ptr %30, align 4
+  %131 = call float @soften(ptr noundef %119, i64 noundef %120, i64 noundef %121, i32 noundef %125, i32 noundef %129, float noundef %130, ptr noundef %29)
+  %132 = load ptr, ptr %19, align 8
+  %133 = load i64, ptr %27, align 8
+  %134 = getelementptr inbounds float, ptr %132, i64 %133
+  store float %131, ptr %134, align 4
+  %135 = load float, ptr %30, align 4
+  %136 = load ptr, ptr %19, align 8
+  %137 = load i64, ptr %27, align 8
+  %138 = getelementptr inbounds float, ptr %136, i64 %137
+  %139 = load float, ptr %138, align 4
+  %140 = fsub float %135, %139
+  %141 = insertelement <8 x float> poison, float %140, i64 0
+  %142 = shufflevector <8 x float> %141, <8 x float> poison, <8 x i32> zeroinitializer
+  %143 = call <8 x float> @exponential(<8 x float> noundef %142)
+  store <8 x float> %143, ptr %31, align 32
+  %144 = load ptr, ptr %20, align 8
+  %145 = load i64, ptr %27, align 8
+  %146 = getelementptr inbounds float, ptr %144, i64 %145
+  %147 = load float, ptr %146, align 4
+  %148 = load <8 x float>, ptr %31, align 32
+  %149 = extractelement <8 x float> %148, i32 0
+  %150 = load float, ptr %29, align 4
+  %151 = call float @llvm.fma.f32(float %147, float %149, float %150)
+  %152 = load ptr, ptr %20, align 8
+  %153 = load i64, ptr %27, align 8
+  %154 = getelementptr inbounds float, ptr %152, i64 %153
+  store float %151, ptr %154, align 4
+  store i64 0, ptr %32, align 8
+  br label %155
+
+155:
+  %156 = load i64, ptr %32, align 8
+  %157 = load i64, ptr @head_dim, align 8
+  %158 = icmp slt i64 %156, %157
+  br i1 %158, label %160, label %159
+
+159:
+  store i32 8, ptr %28, align 4
+  br label %175
+
+160:
+  %161 = load <8 x float>, ptr %31, align 32
+  %162 = extractelement <8 x float> %161, i32 0
+  %163 = load ptr, ptr %18, align 8
+  %164 = load i64, ptr %27, align 8
+  %165 = load i64, ptr @head_dim, align 8
+  %166 = mul nsw i64 %164, %165
+  %167 = load i64, ptr %32, align 8
+  %168 = add nsw i64 %166, %167
+  %169 = getelementptr inbounds float, ptr %163, i64 %168
+  %170 = load float, ptr %169, align 4
+  %171 = fmul float %170, %162
+  store float %171, ptr %169, align 4
+  br label %172
+
+172:
+  %173 = load i64, ptr %32, align 8
+  %174 = add nsw i64 %173, 1
+  store i64 %174, ptr %32, align 8
+  br label %155, !llvm.loop !45
+
+175:
+  br label %176
+
+176:
+  %177 = load i64, ptr %27, align 8
+  %178 = add nsw i64 %177, 1
+  store i64 %178, ptr %27, align 8
+  br label %106, !llvm.loop !46
+
+179:
+  store i64 0, ptr %33, align 8
+  br label %180
+
+180:
+  %181 = load i64, ptr %33, align 8
+  %182 = load i64, ptr %21, align 8
+  %183 = icmp slt i64 %181, %182
+  br i1 %183, label %185, label %184
+
+184:
+  store i32 11, ptr %28, align 4
+  br label %251
+
+185:
+  %186 = load i64, ptr %21, align 8
+  %187 = load i64, ptr %33, align 8
+  %188 = sub nsw i64 %186, %187
+  %189 = call i64 @least(i64 noundef %188, i64 noundef 4)
+  switch i64 %189, label %235 [
+    i64 1, label %190
+    i64 2, label %205
+    i64 3, label %220
+  ]
+
+190:
+  %191 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %192 = load i64, ptr %33, align 8
+  %193 = mul nsw i64 %192, 256
+  %194 = getelementptr inbounds float, ptr %191, i64 %193
+  %195 = load ptr, ptr %15, align 8
+  %196 = load ptr, ptr %18, align 8
+  %197 = load i64, ptr %33, align 8
+  %198 = load i64, ptr @head_dim, align 8
+  %199 = mul nsw i64 %197, %198
+  %200 = getelementptr inbounds float, ptr %196, i64 %199
+  %201 = load i64, ptr %23, align 8
+  %202 = load i32, ptr %24, align 4
+  call void @mix(ptr noundef %194, ptr noundef %195, ptr noundef %200, i64 noundef %201, i32 noundef 1, i32 noundef %202)
+  %203 = load i64, ptr %33, align 8
+  %204 = add nsw i64 %203, 1
+  store i64 %204, ptr %33, align 8
+  br label %250
+
+205:
+  %206 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %207 = load i64, ptr %33, align 8
+  %208 = mul nsw i64 %207, 256
+  %209 = getelementptr inbounds float, ptr %206, i64 %208
+  %210 = load ptr, ptr %15, align 8
+  %211 = load ptr, ptr %18, align 8
+  %212 = load i64, ptr %33, align 8
+  %213 = load i64, ptr @head_dim, align 8
+  %214 = mul nsw i64 %212, %213
+  %215 = getelementptr inbounds float, ptr %211, i64 %214
+  %216 = load i64, ptr %23, align 8
+  %217 = load i32, ptr %24, align 4
+  call void @mix(ptr noundef %209, ptr noundef %210, ptr noundef %215, i64 noundef %216, i32 noundef 2, i32 noundef %217)
+  %218 = load i64, ptr %33, align 8
+  %219 = add nsw i64 %218, 2
+  store i64 %219, ptr %33, align 8
+  br label %250
+
+220:
+  %221 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %222 = load i64, ptr %33, align 8
+  %223 = mul nsw i64 %222, 256
+  %224 = getelementptr inbounds float, ptr %221, i64 %223
+  %225 = load ptr, ptr %15, align 8
+  %226 = load ptr, ptr %18, align 8
+  %227 = load i64, ptr %33, align 8
+  %228 = load i64, ptr @head_dim, align 8
+  %229 = mul nsw i64 %227, %228
+  %230 = getelementptr inbounds float, ptr %226, i64 %229
+  %231 = load i64, ptr %23, align 8
+  %232 = load i32, ptr %24, align 4
+  call void @mix(ptr noundef %224, ptr noundef %225, ptr noundef %230, i64 noundef %231, i32 noundef 3, i32 noundef %232)
+  %233 = load i64, ptr %33, align 8
+  %234 = add nsw i64 %233, 3
+  store i64 %234, ptr %33, align 8
+  br label %250
+
+235:
+  %236 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
+  %237 = load i64, ptr %33, align 8
+  %238 = mul nsw i64 %237, 256
+  %239 = getelementptr inbounds float, ptr %236, i64 %238
+  %240 = load ptr, ptr %15, align 8
+  %241 = load ptr, ptr %18, align 8
+  %242 = load i64, ptr %33, align 8
+  %243 = load i64, ptr @head_dim, align 8
+  %244 = mul nsw i64 %242, %243
+  %245 = getelementptr inbounds float, ptr %241, i64 %244
+  %246 = load i64, ptr %23, align 8
+  %247 = load i32, ptr %24, align 4
+  call void @mix(ptr noundef %239, ptr noundef %240, ptr noundef %245, i64 noundef %246, i32 noundef 4, i32 noundef %247)
+  %248 = load i64, ptr %33, align 8
+  %249 = add nsw i64 %248, 4
+  store i64 %249, ptr %33, align 8
+  br label %250
+
+250:
+  br label %180, !llvm.loop !47
+
+251:
+  ret void
+}
+
+define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #10 {
+  %7 = alloca ptr, align 8
+  %8 = alloca ptr, align 8
+  %9 = alloca ptr, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i32, align 4
+  %12 = alloca i32, align 4
+  %13 = alloca i64, align 8
+  %14 = alloca i64, align 8
+  %15 = alloca i32, align 4
+  %16 = alloca ptr, align 8
+  %17 = alloca [24 x <8 x float>], align 32
+  %18 = alloca i32, align 4
+  %19 = alloca i64, align 8
+  %20 = alloca [24 x float], align 16
+  %21 = alloca i32, align 4
+  %22 = alloca i64, align 8
+  %23 = alloca i32, align 4
+  %24 = alloca float, align 4
+  %25 = alloca i32, align 4
+  store ptr %0, ptr %7, align 8
+  store ptr %1, ptr %8, align 8
+  store ptr %2, ptr %9, align 8
+  store i64 %3, ptr %10, align 8
+  store i32 %4, ptr %11, align 4
+  store i32 %5, ptr %12, align 4
+  %26 = load i64, ptr @head_dim, align 8
+  %27 = and i64 %26, -8
+  store i64 %27, ptr %13, align 8
+  store i64 0, ptr %14, align 8
+  br label %28
+
+28:
+  %29 = load i64, ptr %14, align 8
+  %30 = load i64, ptr %10, align 8
+  %31 = icmp slt i64 %29, %30
+  br i1 %31, label %33, label %32
+
+32:
+  store i32 2, ptr %15, align 4
+  br label %183
+
+33:
+  %34 = load ptr, ptr %8, align 8
+  %35 = load i64, ptr %14, align 8
+  %36 = load i64, ptr @head_dim, align 8
+  %37 = mul nsw i64 %35, %36
+  %38 = load i32, ptr %12, align 4
+  %39 = call ptr @element(ptr noundef %34, i64 noundef %37, i32 noundef %38)
+  store ptr %39, ptr %16, align 8
+  %40 = load ptr, ptr %16, align 8
+  %41 = load i64, ptr @head_dim, align 8
+  %42 = mul nsw i64 4, %41
+  %43 = load i32, ptr %12, align 4
+  %44 = call i64 @bytes_of(i32 noundef %43)
+  %45 = mul nsw i64 %42, %44
+  call void @ask_ahead(ptr noundef %40, i64 noundef %45, i64 noundef 8192)
+  store i32 0, ptr %18, align 4
+  br label %46
+
+46:
+  %47 = load i32, ptr %18, align 4
+  %48 = load i32, ptr %11, align 4
+  %49 = mul nsw i32 %48, 4
+  %50 = icmp slt i32 %47, %49
+  br i1 %50, label %52, label %51
+
+51:
+  store i32 5, ptr %15, align 4
+  br label %59
+
+52:
+  %53 = load i32, ptr %18, align 4
+  %54 = sext i32 %53 to i64
+  %55 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 %54
+  store <8 x float> zeroinitializer, ptr %55, align 32
+  br label %56
+
+56:
+  %57 = load i32, ptr %18, align 4
+  %58 = add nsw i32 %57, 1
+  store i32 %58, ptr %18, align 4
+  br label %46, !llvm.loop !48
+
+59:
+  store i64 0, ptr %19, align 8
+  br label %60
+
+60:
+  %61 = load i64, ptr %19, align 8
+  %62 = load i64, ptr %13, align 8
+  %63 = icmp slt i64 %61, %62
+  br i1 %63, label %65, label %64
+
+64:
+  store i32 8, ptr %15, align 4
+  br label %76
+
+65:
+  %66 = load ptr, ptr %7, align 8
+  %67 = load ptr, ptr %16, align 8
+  %68 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 0
+  %69 = load i64, ptr @head_dim, align 8
+  %70 = load i64, ptr %19, align 8
+  %71 = load i32, ptr %11, align 4
+  %72 = load i32, ptr %12, align 4
+  call void @add_products(ptr noundef %66, ptr noundef %67, ptr noundef %68, i64 noundef %69, i64 noundef %70, i32 noundef %71, i32 noundef 4, i32 noundef %72)
+  br label %73
+
+73:
+  %74 = load i64, ptr %19, align 8
+  %75 = add nsw i64 %74, 8
+  store i64 %75, ptr %19, align 8
+  br label %60, !llvm.loop !49
+
+76:
+  %77 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 0
+  %78 = load i32, ptr %11, align 4
+  %79 = mul nsw i32 %78, 4
+  call void @sums(ptr noundef %77, i32 noundef %79)
+  store i32 0, ptr %21, align 4
+  br label %80
+
+80:
+  %81 = load i32, ptr %21, align 4
+  %82 = load i32, ptr %11, align 4
+  %83 = mul nsw i32 %82, 4
+  %84 = icmp slt i32 %81, %83
+  br i1 %84, label %86, label %85
+
+85:
+  store i32 11, ptr %15, align 4
+  br label %99
+
+86:
+  %87 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 0
+  %88 = load i32, ptr %21, align 4
+  %89 = sext i32 %88 to i64
+  %90 = getelementptr inbounds float, ptr %87, i64 %89
+  %91 = load i32, ptr %21, align 4
+  %92 = sdiv i32 %91, 8
+  %93 = sext i32 %92 to i64
+  %94 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 %93
+  %95 = load <8 x float>, ptr %94, align 32
+  call void @store(ptr noundef %90, <8 x float> noundef %95)
+  br label %96
+
+96:
+  %97 = load i32, ptr %21, align 4
+  %98 = add nsw i32 %97, 8
+  store i32 %98, ptr %21, align 4
+  br label %80, !llvm.loop !50
+
+99:
+  %100 = load i64, ptr %13, align 8
+  store i64 %100, ptr %22, align 8
+  br label %101
+
+101:
+  %102 = load i64, ptr %22, align 8
+  %103 = load i64, ptr @head_dim, align 8
+  %104 = icmp slt i64 %102, %103
+  br i1 %104, label %106, label %105
+
+105:
+  store i32 14, ptr %15, align 4
+  br label %152
+
+106:
+  store i32 0, ptr %23, align 4
+  br label %107
+
+107:
+  %108 = load i32, ptr %23, align 4
+  %109 = load i32, ptr %11, align 4
+  %110 = mul nsw i32 %109, 4
+  %111 = icmp slt i32 %108, %110
+  br i1 %111, label %113, label %112
+
+112:
+  store i32 17, ptr %15, align 4
+  br label %148
+
+113:
+  %114 = load ptr, ptr %16, align 8
+  %115 = load i32, ptr %23, align 4
+  %116 = srem i32 %115, 4
+  %117 = sext i32 %116 to i64
+  %118 = load i64, ptr @head_dim, align 8
+  %119 = mul nsw i64 %117, %118
+  %120 = load i64, ptr %22, align 8
+  %121 = add nsw i64 %119, %120
+  %122 = load i32, ptr %12, align 4
+  %123 = call ptr @element(ptr noundef %114, i64 noundef %121, i32 noundef %122)
+  %124 = load i32, ptr %12, align 4
+  %125 = call float @load_one(ptr noundef %123, i32 noundef %124)
+  store float %125, ptr %24, align 4
+  %126 = load ptr, ptr %7, align 8
+  %127 = load i32, ptr %23, align 4
+  %128 = sdiv i32 %127, 4
+  %129 = sext i32 %128 to i64
+  %130 = load i64, ptr @head_dim, align 8
+  %131 = mul nsw i64 %129, %130
+  %132 = load i64, ptr %22, align 8
+  %133 = add nsw i64 %131, %132
+  %134 = getelementptr inbounds float, ptr %126, i64 %133
+  %135 = load float, ptr %134, align 4
+  %136 = load float, ptr %24, align 4
+  %137 = load i32, ptr %23, align 4
+  %138 = sext i32 %137 to i64
+  %139 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 %138
+  %140 = load float, ptr %139, align 4
+  %141 = call float @llvm.fma.f32(float %135, float %136, float %140)
+  %142 = load i32, ptr %23, align 4
+  %143 = sext i32 %142 to i64
+  %144 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 %143
+  store float %141, ptr %144, align 4
+  br label %145
+
+145:
+  %146 = load i32, ptr %23, align 4
+  %147 = add nsw i32 %146, 1
+  store i32 %147, ptr %23, align 4
+  br label %107, !llvm.loop !51
+
+148:
+  br label %149
+
+149:
+  %150 = load i64, ptr %22, align 8
+  %151 = add nsw i64 %150, 1
+  store i64 %151, ptr %22, align 8
+  br label %101, !llvm.loop !52
+
+152:
+  store i32 0, ptr %25, align 4
+  br label %153
+
+153:
+  %154 = load i32, ptr %25, align 4
+  %155 = load i32, ptr %11, align 4
+  %156 = mul nsw i32 %155, 4
+  %157 = icmp slt i32 %154, %156
+  br i1 %157, label %159, label %158
+
+158:
+  store i32 20, ptr %15, align 4
+  br label %179
+
+159:
+  %160 = load i32, ptr %25, align 4
+  %161 = sext i32 %160 to i64
+  %162 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 %161
+  %163 = load float, ptr %162, align 4
+  %164 = load ptr, ptr %9, align 8
+  %165 = load i32, ptr %25, align 4
+  %166 = sdiv i32 %165, 4
+  %167 = mul nsw i32 %166, 256
+  %168 = sext i32 %167 to i64
+  %169 = load i64, ptr %14, align 8
+  %170 = add nsw i64 %168, %169
+  %171 = load i32, ptr %25, align 4
+  %172 = srem i32 %171, 4
+  %173 = sext i32 %172 to i64
+  %174 = add nsw i64 %170, %173
+  %175 = getelementptr inbounds float, ptr %164, i64 %174
+  store float %163, ptr %175, align 4
+  br label %176
+
+176:
+  %177 = load i32, ptr %25, align 4
+  %178 = add nsw i32 %177, 1
+  store i32 %178, ptr %25, align 4
+  br label %153, !llvm.loop !53
+
+179:
+  br label %180
+
+180:
+  %181 = load i64, ptr %14, align 8
+  %182 = add nsw i64 %181, 4
+  store i64 %182, ptr %14, align 8
+  br label %28, !llvm.loop !54
+
+183:
+  ret void
+}
+
+define internal float @soften(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4, float noundef %5, ptr noundef %6) #10 {
+  %8 = alloca ptr, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i32, align 4
+  %12 = alloca i32, align 4
+  %13 = alloca float, align 4
+  %14 = alloca ptr, align 8
+  %15 = alloca <8 x i32>, align 32
+  %16 = alloca i32, align 4
+  %17 = alloca <8 x float>, align 32
+  %18 = alloca <8 x float>, align 32
+  %19 = alloca i64, align 8
+  %20 = alloca <8 x i32>, align 32
+  %21 = alloca <8 x i32>, align 32
+  %22 = alloca float, align 4
+  %23 = alloca i32, align 4
+  %24 = alloca i64, align 8
+  %25 = alloca <8 x i32>, align 32
+  %26 = alloca <8 x i32>, align 32
+  %27 = alloca <8 x float>, align 32
+  %28 = alloca <8 x float>, align 32
+  store ptr %0, ptr %8, align 8
+  store i64 %1, ptr %9, align 8
+  store i64 %2, ptr %10, align 8
+  store i32 %3, ptr %11, align 4
+  store i32 %4, ptr %12, align 4
+  store float %5, ptr %13, align 4
+  store ptr %6, ptr %14, align 8
+  store i32 0, ptr %16, align 4
+  br label %29
+
+29:
+  %30 = load i32, ptr %16, align 4
+  %31 = icmp slt i32 %30, 8
+  br i1 %31, label %33, label %32
+
+32:
+  br label %41
+
+33:
+  %34 = load i32, ptr %16, align 4
+  %35 = load i32, ptr %16, align 4
+  %36 = load <8 x i32>, ptr %15, align 32
+  %37 = insertelement <8 x i32> %36, i32 %34, i32 %35
+  store <8 x i32> %37, ptr %15, align 32
+  br label %38
+
+38:
+  %39 = load i32, ptr %16, align 4
+  %40 = add nsw i32 %39, 1
+  store i32 %40, ptr %16, align 4
+  br label %29, !llvm.loop !55
+
+41:
+  %42 = load float, ptr %13, align 4
+  %43 = insertelement <8 x float> poison, float %42, i64 0
+  %44 = shufflevector <8 x float> %43, <8 x float> poison, <8 x i32> zeroinitializer
+  store <8 x float> %44, ptr %17, align 32
+  store <8 x float> zeroinitializer, ptr %18, align 32
+  store i64 0, ptr %19, align 8
+  br label %45
+
+45:
+  %46 = load i64, ptr %19, align 8
+  %47 = load i64, ptr %10, align 8
+  %48 = icmp slt i64 %46, %47
+  br i1 %48, label %50, label %49
+
+49:
+  br label %84
+
+50:
+  %51 = load <8 x i32>, ptr %15, align 32
+  %52 = load i64, ptr %9, align 8
+  %53 = load i64, ptr %19, align 8
+  %54 = add nsw i64 %52, %53
+  %55 = trunc i64 %54 to i32
+  %56 = insertelement <8 x i32> poison, i32 %55, i64 0
+  %57 = shufflevector <8 x i32> %56, <8 x i32> poison, <8 x i32> zeroinitializer
+  %58 = add <8 x i32> %51, %57
+  store <8 x i32> %58, ptr %20, align 32
+  %59 = load <8 x i32>, ptr %20, align 32
+  %60 = load i32, ptr %11, align 4
+  %61 = insertelement <8 x i32> poison, i32 %60, i64 0
+  %62 = shufflevector <8 x i32> %61, <8 x i32> poison, <8 x i32> zeroinitializer
+  %63 = icmp sge <8 x i32> %59, %62
+  %64 = sext <8 x i1> %63 to <8 x i32>
+  %65 = load <8 x i32>, ptr %20, align 32
+  %66 = load i32, ptr %12, align 4
+  %67 = insertelement <8 x i32> poison, i32 %66, i64 0
+  %68 = shufflevector <8 x i32> %67, <8 x i32> poison, <8 x i32> zeroinitializer
+  %69 = icmp sle <8 x i32> %65, %68
+  %70 = sext <8 x i1> %69 to <8 x i32>
+  %71 = and <8 x i32> %64, %70
+  store <8 x i32> %71, ptr %21, align 32
+  %72 = load <8 x float>, ptr %17, align 32
+  %73 = load <8 x i32>, ptr %21, align 32
+  %74 = load ptr, ptr %8, align 8
+  %75 = load i64, ptr %19, align 8
+  %76 = getelementptr inbounds float, ptr %74, i64 %75
+  %77 = call <8 x float> @load(ptr noundef %76, i32 noundef 0)
+  %78 = icmp slt <8 x i32> %73, zeroinitializer
+  %79 = select <8 x i1> %78, <8 x float> %77, <8 x float> splat (float 0xC6293E5940000000)
+  %80 = call <8 x float> @larger(<8 x float> noundef %72, <8 x float> noundef %79)
+  store <8 x float> %80, ptr %17, align 32
+  br label %81
+
+81:
+  %82 = load i64, ptr %19, align 8
+  %83 = add nsw i64 %82, 8
+  store i64 %83, ptr %19, align 8
+  br label %45, !llvm.loop !56
+
+84:
+  %85 = load <8 x float>, ptr %17, align 32
+  %86 = extractelement <8 x float> %85, i32 0
+  store float %86, ptr %22, align 4
+  store i32 1, ptr %23, align 4
+  br label %87
+
+87:
+  %88 = load i32, ptr %23, align 4
+  %89 = icmp slt i32 %88, 8
+  br i1 %89, label %91, label %90
+
+90:
+  br label %108
+
+91:
+  %92 = load <8 x float>, ptr %17, align 32
+  %93 = load i32, ptr %23, align 4
+  %94 = extractelement <8 x float> %92, i32 %93
+  %95 = load float, ptr %22, align 4
+  %96 = fcmp ogt float %94, %95
+  br i1 %96, label %97, label %101
+
+97:
+  %98 = load <8 x float>, ptr %17, align 32
+  %99 = load i32, ptr %23, align 4
+  %100 = extractelement <8 x float> %98, i32 %99
+  br label %103
+
+101:
+  %102 = load float, ptr %22, align 4
+  br label %103
+
+103:
+  %104 = phi float [ %100, %97 ], [ %102, %101 ]
+  store float %104, ptr %22, align 4
+  br label %105
+
+105:
+  %106 = load i32, ptr %23, align 4
+  %107 = add nsw i32 %106, 1
+  store i32 %107, ptr %23, align 4
+  br label %87, !llvm.loop !57
+
+108:
+  store i64 0, ptr %24, align 8
+  br label %109
+
+109:
+  %110 = load i64, ptr %24, align 8
+  %111 = load i64, ptr %10, align 8
+  %112 = icmp slt i64 %110, %111
+  br i1 %112, label %114, label %113
+
+113:
+  br label %163
+
+114:
+  %115 = load <8 x i32>, ptr %15, align 32
+  %116 = load i64, ptr %9, align 8
+  %117 = load i64, ptr %24, align 8
+  %118 = add nsw i64 %116, %117
+  %119 = trunc i64 %118 to i32
+  %120 = insertelement <8 x i32> poison, i32 %119, i64 0
+  %121 = shufflevector <8 x i32> %120, <8 x i32> poison, <8 x i32> zeroinitializer
+  %122 = add <8 x i32> %115, %121
+  store <8 x i32> %122, ptr %25, align 32
+  %123 = load <8 x i32>, ptr %25, align 32
+  %124 = load i32, ptr %11, align 4
+  %125 = insertelement <8 x i32> poison, i32 %124, i64 0
+  %126 = shufflevector <8 x i32> %125, <8 x i32> poison, <8 x i32> zeroinitializer
+  %127 = icmp sge <8 x i32> %123, %126
+  %128 = sext <8 x i1> %127 to <8 x i32>
+  %129 = load <8 x i32>, ptr %25, align 32
+  %130 = load i32, ptr %12, align 4
+  %131 = insertelement <8 x i32> poison, i32 %130, i64 0
+  %132 = shufflevector <8 x i32> %131, <8 x i32> poison, <8 x i32> zeroinitializer
+  %133 = icmp sle <8 x i32> %129, %132
+  %134 = sext <8 x i1> %133 to <8 x i32>
+  %135 = and <8 x i32> %128, %134
+  store <8 x i32> %135, ptr %26, align 32
+  %136 = load ptr, ptr %8, align 8
+  %137 = load i64, ptr %24, align 8
+  %138 = getelementptr inbounds float, ptr %136, i64 %137
+  %139 = call <8 x float> @load(ptr noundef %138, i32 noundef 0)
+  store <8 x float> %139, ptr %27, align 32
+  %140 = load <8 x i32>, ptr %26, align 32
+  %141 = load <8 x float>, ptr %27, align 32
+  %142 = load float, ptr %22, align 4
+  %143 = insertelement <8 x float> poison, float %142, i64 0
+  %144 = shufflevector <8 x float> %143, <8 x float> poison, <8 x i32> zeroinitializer
+  %145 = fsub <8 x float> %141, %144
+  %146 = call <8 x float> @exponential(<8 x float> noundef %145)
+  %147 = load <8 x float>, ptr %27, align 32
+  %148 = load <8 x float>, ptr %27, align 32
+  %149 = fsub <8 x float> %147, %148
+  %150 = fadd <8 x float> %146, %149
+  %151 = icmp slt <8 x i32> %140, zeroinitializer
+  %152 = select <8 x i1> %151, <8 x float> %150, <8 x float> zeroinitializer
+  store <8 x float> %152, ptr %28, align 32
+  %153 = load ptr, ptr %8, align 8
+  %154 = load i64, ptr %24, align 8
+  %155 = getelementptr inbounds float, ptr %153, i64 %154
+  %156 = load <8 x float>, ptr %28, align 32
+  call void @store(ptr noundef %155, <8 x float> noundef %156)
+  %157 = load <8 x float>, ptr %28, align 32
+  %158 = load <8 x float>, ptr %18, align 32
+  %159 = fadd <8 x float> %158, %157
+  store <8 x float> %159, ptr %18, align 32
+  br label %160
+
+160:
+  %161 = load i64, ptr %24, align 8
+  %162 = add nsw i64 %161, 8
+  store i64 %162, ptr %24, align 8
+  br label %109, !llvm.loop !58
+
+163:
+  %164 = load <8 x float>, ptr %18, align 32
+  %165 = call float @sum(<8 x float> noundef %164)
+  %166 = load ptr, ptr %14, align 8
+  store float %165, ptr %166, align 4
+  %167 = load float, ptr %22, align 4
+  ret float %167
+}
+
+define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #1 {
+  %7 = alloca ptr, align 8
+  %8 = alloca ptr, align 8
+  %9 = alloca ptr, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i32, align 4
+  %12 = alloca i32, align 4
+  %13 = alloca i64, align 8
+  %14 = alloca i32, align 4
+  %15 = alloca i32, align 4
+  %16 = alloca i64, align 8
+  store ptr %0, ptr %7, align 8
+  store ptr %1, ptr %8, align 8
+  store ptr %2, ptr %9, align 8
+  store i64 %3, ptr %10, align 8
+  store i32 %4, ptr %11, align 4
+  store i32 %5, ptr %12, align 4
+  store i64 0, ptr %13, align 8
+  br label %17
+
+17:
+  %18 = load i64, ptr %13, align 8
+  %19 = add nsw i64 %18, 16
+  %20 = load i64, ptr @head_dim, align 8
+  %21 = icmp sle i64 %19, %20
+  br i1 %21, label %22, label %37
+
+22:
+  %23 = load ptr, ptr %7, align 8
+  %24 = load ptr, ptr %8, align 8
+  %25 = load i64, ptr %13, align 8
+  %26 = load i32, ptr %12, align 4
+  %27 = call ptr @element(ptr noundef %24, i64 noundef %25, i32 noundef %26)
+  %28 = load ptr, ptr %9, align 8
+  %29 = load i64, ptr %13, align 8
+  %30 = getelementptr inbounds float, ptr %28, i64 %29
+  %31 = load i64, ptr %10, align 8
+  %32 = load i32, ptr %11, align 4
+  %33 = load i32, ptr %12, align 4
+  call void @mix_columns(ptr noundef %23, ptr noundef %27, ptr noundef %30, i64 noundef %31, i32 noundef %32, i32 noundef 2, i32 noundef %33)
+  br label %34
+
+34:
+  %35 = load i64, ptr %13, align 8
+  %36 = add nsw i64 %35, 16
+  store i64 %36, ptr %13, align 8
+  br label %17, !llvm.loop !59
+
+37:
+  br label %38
+
+38:
+  %39 = load i64, ptr %13, align 8
+  %40 = add nsw i64 %39, 8
+  %41 = load i64, ptr @head_dim, align 8
+  %42 = icmp sle i64 %40, %41
+  br i1 %42, label %43, label %58
+
+43:
+  %44 = load ptr, ptr %7, align 8
+  %45 = load ptr, ptr %8, align 8
+  %46 = load i64, ptr %13, align 8
+  %47 = load i32, ptr %12, align 4
+  %48 = call ptr @element(ptr noundef %45, i64 noundef %46, i32 noundef %47)
+  %49 = load ptr, ptr %9, align 8
+  %50 = load i64, ptr %13, align 8
+  %51 = getelementptr inbounds float, ptr %49, i64 %50
+  %52 = load i64, ptr %10, align 8
+  %53 = load i32, ptr %11, align 4
+  %54 = load i32, ptr %12, align 4
+  call void @mix_columns(ptr noundef %44, ptr noundef %48, ptr noundef %51, i64 noundef %52, i32 noundef %53, i32 noundef 1, i32 noundef %54)
+  br label %55
+
+55:
+  %56 = load i64, ptr %13, align 8
+  %57 = add nsw i64 %56, 8
+  store i64 %57, ptr %13, align 8
+  br label %38, !llvm.loop !60
+
+58:
+  br label %59
+
+59:
+  %60 = load i64, ptr %13, align 8
+  %61 = load i64, ptr @head_dim, align 8
+  %62 = icmp slt i64 %60, %61
+  br i1 %62, label %63, label %123
+
+63:
+  store i32 0, ptr %14, align 4
+  br label %64
+
+64:
+  %65 = load i32, ptr %14, align 4
+  %66 = load i32, ptr %11, align 4
+  %67 = icmp slt i32 %65, %66
+  br i1 %67, label %69, label %68
+
+68:
+  store i32 11, ptr %15, align 4
+  br label %119
+
+69:
+  store i64 0, ptr %16, align 8
+  br label %70
+
+70:
+  %71 = load i64, ptr %16, align 8
+  %72 = load i64, ptr %10, align 8
+  %73 = icmp slt i64 %71, %72
+  br i1 %73, label %75, label %74
+
+74:
+  store i32 14, ptr %15, align 4
+  br label %115
+
+75:
+  %76 = load ptr, ptr %7, align 8
+  %77 = load i32, ptr %14, align 4
+  %78 = mul nsw i32 %77, 256
+  %79 = sext i32 %78 to i64
+  %80 = load i64, ptr %16, align 8
+  %81 = add nsw i64 %79, %80
+  %82 = getelementptr inbounds float, ptr %76, i64 %81
+  %83 = load float, ptr %82, align 4
+  %84 = load ptr, ptr %8, align 8
+  %85 = load i64, ptr %16, align 8
+  %86 = load i64, ptr @head_dim, align 8
+  %87 = mul nsw i64 %85, %86
+  %88 = load i64, ptr %13, align 8
+  %89 = add nsw i64 %87, %88
+  %90 = load i32, ptr %12, align 4
+  %91 = call ptr @element(ptr noundef %84, i64 noundef %89, i32 noundef %90)
+  %92 = load i32, ptr %12, align 4
+  %93 = call float @load_one(ptr noundef %91, i32 noundef %92)
+  %94 = load ptr, ptr %9, align 8
+  %95 = load i32, ptr %14, align 4
+  %96 = sext i32 %95 to i64
+  %97 = load i64, ptr @head_dim, align 8
+  %98 = mul nsw i64 %96, %97
+  %99 = load i64, ptr %13, align 8
+  %100 = add nsw i64 %98, %99
+  %101 = getelementptr inbounds float, ptr %94, i64 %100
+  %102 = load float, ptr %101, align 4
+  %103 = call float @llvm.fma.f32(float %83, float %93, float %102)
+  %104 = load ptr, ptr %9, align 8
+  %105 = load i32, ptr %14, align 4
+  %106 = sext i32 %105 to i64
+  %107 = load i64, ptr @head_dim, align 8
+  %108 = mul nsw i64 %106, %107
+  %109 = load i64, ptr %13, align 8
+  %110 = add nsw i64 %108, %109
+  %111 = getelementptr inbounds float, ptr %104, i64 %110
+  store float %103, ptr %111, align 4
+  br label %112
+
+112:
+  %113 = load i64, ptr %16, align 8
+  %114 = add nsw i64 %113, 1
+  store i64 %114, ptr %16, align 8
+  br label %70, !llvm.loop !61
+
+115:
+  br label %116
+
+116:
+  %117 = load i32, ptr %14, align 4
+  %118 = add nsw i32 %117, 1
+  store i32 %118, ptr %14, align 4
+  br label %64, !llvm.loop !62
+
+119:
+  br label %120
+
+120:
+  %121 = load i64, ptr %13, align 8
+  %122 = add nsw i64 %121, 1
+  store i64 %122, ptr %13, align 8
+  br label %59, !llvm.loop !63
+
+123:
+  ret void
+}
+
+define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #10 {
+  %8 = alloca ptr, align 8
+  %9 = alloca ptr, align 8
+  %10 = alloca ptr, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i32, align 4
+  %13 = alloca i32, align 4
+  %14 = alloca i32, align 4
+  %15 = alloca [16 x <8 x float>], align 32
+  %16 = alloca i32, align 4
+  %17 = alloca i64, align 8
+  %18 = alloca i32, align 4
+  %19 = alloca ptr, align 8
+  %20 = alloca i32, align 4
+  %21 = alloca <8 x float>, align 32
+  %22 = alloca i32, align 4
+  %23 = alloca i32, align 4
+  store ptr %0, ptr %8, align 8
+  store ptr %1, ptr %9, align 8
+  store ptr %2, ptr %10, align 8
+  store i64 %3, ptr %11, align 8
+  store i32 %4, ptr %12, align 4
+  store i32 %5, ptr %13, align 4
+  store i32 %6, ptr %14, align 4
+  store i32 0, ptr %16, align 4
+  br label %24
+
+24:
+  %25 = load i32, ptr %16, align 4
+  %26 = load i32, ptr %12, align 4
+  %27 = load i32, ptr %13, align 4
+  %28 = mul nsw i32 %26, %27
+  %29 = icmp slt i32 %25, %28
+  br i1 %29, label %31, label %30
+
+30:
+  br label %53
+
+31:
+  %32 = load ptr, ptr %10, align 8
+  %33 = load i32, ptr %16, align 4
+  %34 = load i32, ptr %13, align 4
+  %35 = sdiv i32 %33, %34
+  %36 = sext i32 %35 to i64
+  %37 = load i64, ptr @head_dim, align 8
+  %38 = mul nsw i64 %36, %37
+  %39 = getelementptr inbounds float, ptr %32, i64 %38
+  %40 = load i32, ptr %16, align 4
+  %41 = load i32, ptr %13, align 4
+  %42 = srem i32 %40, %41
+  %43 = mul nsw i32 %42, 8
+  %44 = sext i32 %43 to i64
+  %45 = getelementptr inbounds float, ptr %39, i64 %44
+  %46 = call <8 x float> @load(ptr noundef %45, i32 noundef 0)
+  %47 = load i32, ptr %16, align 4
+  %48 = sext i32 %47 to i64
+  %49 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %48
+  store <8 x float> %46, ptr %49, align 32
+  br label %50
+
+50:
+  %51 = load i32, ptr %16, align 4
+  %52 = add nsw i32 %51, 1
+  store i32 %52, ptr %16, align 4
+  br label %24, !llvm.loop !64
+
+53:
+  store i64 0, ptr %17, align 8
+  br label %54
+
+54:
+  %55 = load i64, ptr %17, align 8
+  %56 = load i64, ptr %11, align 8
+  %57 = icmp slt i64 %55, %56
+  br i1 %57, label %59, label %58
+
+58:
+  store i32 5, ptr %18, align 4
+  br label %131
+
+59:
+  %60 = load ptr, ptr %9, align 8
+  %61 = load i64, ptr %17, align 8
+  %62 = load i64, ptr @head_dim, align 8
+  %63 = mul nsw i64 %61, %62
+  %64 = load i32, ptr %14, align 4
+  %65 = call ptr @element(ptr noundef %60, i64 noundef %63, i32 noundef %64)
+  store ptr %65, ptr %19, align 8
+  %66 = load ptr, ptr %19, align 8
+  %67 = load i32, ptr %13, align 4
+  %68 = mul nsw i32 %67, 8
+  %69 = sext i32 %68 to i64
+  %70 = load i32, ptr %14, align 4
+  %71 = call i64 @bytes_of(i32 noundef %70)
+  %72 = mul nsw i64 %69, %71
+  call void @ask_ahead(ptr noundef %66, i64 noundef %72, i64 noundef 8192)
+  store i32 0, ptr %20, align 4
+  br label %73
+
+73:
+  %74 = load i32, ptr %20, align 4
+  %75 = load i32, ptr %13, align 4
+  %76 = icmp slt i32 %74, %75
+  br i1 %76, label %78, label %77
+
+77:
+  store i32 8, ptr %18, align 4
+  br label %127
+
+78:
+  %79 = load ptr, ptr %19, align 8
+  %80 = load i32, ptr %20, align 4
+  %81 = mul nsw i32 %80, 8
+  %82 = sext i32 %81 to i64
+  %83 = load i32, ptr %14, align 4
+  %84 = call ptr @element(ptr noundef %79, i64 noundef %82, i32 noundef %83)
+  %85 = load i32, ptr %14, align 4
+  %86 = call <8 x float> @load(ptr noundef %84, i32 noundef %85)
+  store <8 x float> %86, ptr %21, align 32
+  store i32 0, ptr %22, align 4
+  br label %87
+
+87:
+  %88 = load i32, ptr %22, align 4
+  %89 = load i32, ptr %12, align 4
+  %90 = icmp slt i32 %88, %89
+  br i1 %90, label %92, label %91
+
+91:
+  store i32 11, ptr %18, align 4
+  br label %123
+
+92:
+  %93 = load ptr, ptr %8, align 8
+  %94 = load i32, ptr %22, align 4
+  %95 = mul nsw i32 %94, 256
+  %96 = sext i32 %95 to i64
+  %97 = load i64, ptr %17, align 8
+  %98 = add nsw i64 %96, %97
+  %99 = getelementptr inbounds float, ptr %93, i64 %98
+  %100 = load float, ptr %99, align 4
+  %101 = insertelement <8 x float> poison, float %100, i64 0
+  %102 = shufflevector <8 x float> %101, <8 x float> poison, <8 x i32> zeroinitializer
+  %103 = load <8 x float>, ptr %21, align 32
+  %104 = load i32, ptr %22, align 4
+  %105 = load i32, ptr %13, align 4
+  %106 = mul nsw i32 %104, %105
+  %107 = load i32, ptr %20, align 4
+  %108 = add nsw i32 %106, %107
+  %109 = sext i32 %108 to i64
+  %110 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %109
+  %111 = load <8 x float>, ptr %110, align 32
+  %112 = call <8 x float> @fma_(<8 x float> noundef %102, <8 x float> noundef %103, <8 x float> noundef %111)
+  %113 = load i32, ptr %22, align 4
+  %114 = load i32, ptr %13, align 4
+  %115 = mul nsw i32 %113, %114
+  %116 = load i32, ptr %20, align 4
+  %117 = add nsw i32 %115, %116
+  %118 = sext i32 %117 to i64
+  %119 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %118
+  store <8 x float> %112, ptr %119, align 32
+  br label %120
+
+120:
+  %121 = load i32, ptr %22, align 4
+  %122 = add nsw i32 %121, 1
+  store i32 %122, ptr %22, align 4
+  br label %87, !llvm.loop !65
+
+123:
+  br label %124
+
+124:
+  %125 = load i32, ptr %20, align 4
+  %126 = add nsw i32 %125, 1
+  store i32 %126, ptr %20, align 4
+  br label %73, !llvm.loop !66
+
+127:
+  br label %128
+
+128:
+  %129 = load i64, ptr %17, align 8
+  %130 = add nsw i64 %129, 1
+  store i64 %130, ptr %17, align 8
+  br label %54, !llvm.loop !67
+
+131:
+  store i32 0, ptr %23, align 4
+  br label %132
+
+132:
+  %133 = load i32, ptr %23, align 4
+  %134 = load i32, ptr %12, align 4
+  %135 = load i32, ptr %13, align 4
+  %136 = mul nsw i32 %134, %135
+  %137 = icmp slt i32 %133, %136
+  br i1 %137, label %139, label %138
+
+138:
+  store i32 14, ptr %18, align 4
+  br label %161
+
+139:
+  %140 = load ptr, ptr %10, align 8
+  %141 = load i32, ptr %23, align 4
+  %142 = load i32, ptr %13, align 4
+  %143 = sdiv i32 %141, %142
+  %144 = sext i32 %143 to i64
+  %145 = load i64, ptr @head_dim, align 8
+  %146 = mul nsw i64 %144, %145
+  %147 = getelementptr inbounds float, ptr %140, i64 %146
+  %148 = load i32, ptr %23, align 4
+  %149 = load i32, ptr %13, align 4
+  %150 = srem i32 %148, %149
+  %151 = mul nsw i32 %150, 8
+  %152 = sext i32 %151 to i64
+  %153 = getelementptr inbounds float, ptr %147, i64 %152
+  %154 = load i32, ptr %23, align 4
+  %155 = sext i32 %154 to i64
+  %156 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %155
+  %157 = load <8 x float>, ptr %156, align 32
+  call void @store(ptr noundef %153, <8 x float> noundef %157)
+  br label %158
+
+158:
+  %159 = load i32, ptr %23, align 4
+  %160 = add nsw i32 %159, 1
+  store i32 %160, ptr %23, align 4
+  br label %132, !llvm.loop !68
+
+161:
+  ret void
+}
+
+attributes #0 = { nounwind }
+attributes #1 = { alwaysinline nounwind }
+attributes #2 = { nounwind }
+attributes #3 = { nounwind }
+attributes #4 = { noinline nounwind }
+attributes #5 = { noinline nounwind }
+attributes #6 = { nounwind }
+attributes #7 = { nounwind }
+attributes #8 = { nounwind }
+attributes #9 = { nounwind }
+attributes #10 = { alwaysinline nounwind }
+attributes #11 = { nounwind }
+attributes #12 = { nounwind }
+attributes #13 = { nounwind }
+attributes #14 = { nounwind }
+
+!llvm.module.flags = !{!0, !1, !2, !3, !4}
+
+!0 = !{i32 7, !"Dwarf Version", i32 4}
+!1 = !{i32 1, !"wchar_size", i32 4}
+!2 = !{i32 8, !"PIC Level", i32 2}
+!3 = !{i32 7, !"uwtable", i32 2}
+!4 = !{i32 7, !"frame-pointer", i32 2}
+!5 = !{!"clang version 22.1.8"}
+!6 = distinct !{!6, !7}
+!7 = !{!"llvm.loop.mustprogress"}
+!8 = distinct !{!8, !7}
+!9 = distinct !{!9, !7}
+!10 = distinct !{!10, !7}
+!11 = distinct !{!11, !7}
+!12 = distinct !{!12, !7}
+!13 = distinct !{!13, !7}
+!14 = distinct !{!14, !7}
+!15 = distinct !{!15, !7, !16}
+!16 = !{!"llvm.loop.unroll.full"}
+!17 = distinct !{!17, !7, !16}
+!18 = distinct !{!18, !7, !16}
+!19 = distinct !{!19, !7}
+!20 = distinct !{!20, !7}
+!21 = distinct !{!21, !7, !16}
+!22 = distinct !{!22, !7, !16}
+!23 = distinct !{!23, !7, !16}
+!24 = distinct !{!24, !7}
+!25 = distinct !{!25, !7}
+!26 = distinct !{!26, !7, !16}
+!27 = distinct !{!27, !7}
+!28 = distinct !{!28, !7}
+!29 = distinct !{!29, !7, !16}
+!30 = distinct !{!30, !7}
+!31 = distinct !{!31, !7, !16}
+!32 = distinct !{!32, !7, !16}
+!33 = distinct !{!33, !7, !16}
+!34 = distinct !{!34, !7}
+!35 = distinct !{!35, !7}
+!36 = distinct !{!36, !7}
+!37 = distinct !{!37, !7}
+!38 = distinct !{!38, !7}
+!39 = distinct !{!39, !7}
+!40 = distinct !{!40, !7}
+!41 = distinct !{!41, !7}
+!42 = distinct !{!42, !7}
+!43 = distinct !{!43, !7}
+!44 = distinct !{!44, !7}
+!45 = distinct !{!45, !7}
+!46 = distinct !{!46, !7}
+!47 = distinct !{!47, !7}
+!48 = distinct !{!48, !7, !16}
+!49 = distinct !{!49, !7}
+!50 = distinct !{!50, !7, !16}
+!51 = distinct !{!51, !7}
+!52 = distinct !{!52, !7}
+!53 = distinct !{!53, !7, !16}
+!54 = distinct !{!54, !7}
+!55 = distinct !{!55, !7, !16}
+!56 = distinct !{!56, !7}
+!57 = distinct !{!57, !7, !16}
+!58 = distinct !{!58, !7}
+!59 = distinct !{!59, !7}
+!60 = distinct !{!60, !7}
+!61 = distinct !{!61, !7}
+!62 = distinct !{!62, !7}
+!63 = distinct !{!63, !7}
+!64 = distinct !{!64, !7, !16}
+!65 = distinct !{!65, !7, !16}
+!66 = distinct !{!66, !7, !16}
+!67 = distinct !{!67, !7}
+!68 = distinct !{!68, !7, !16}

@@ -12,8 +12,8 @@ from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.drafters import DEFAULT_METHOD, check_method
 from failfast_jax.errors import OptionError
 from failfast_jax.load_options import LoadOptions
-from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, FEATURE_BLOCK
+from failfast_jax.models.transformer import as_untrained_drafter
 from failfast_jax.options import flag_of
 
 logger = logging.getLogger("failfast_jax")

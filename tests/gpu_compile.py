@@ -52,25 +52,16 @@ def attention(device, cases: list[dict]) -> None:
     from failfast_jax.kernels import gpu_attention
     from failfast_jax.kernels.attention_window import Window
 
-    def argument(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
+    def attend(q, k, v, start, until, live):
+        return gpu_attention.attend(q, (k, v), Window(None, None, start, live, until=until, block_size=32))
 
     for case in cases:
-        batch, width, heads, kv_heads, capacity, head_dim = case["shape"]
-        cache = argument((batch, kv_heads, capacity, head_dim), case["dtype"])
-
-        def attend(q, k, v, start, until, live):
-            return gpu_attention.attend(q, (k, v), Window(None, None, start, live, until=until, block_size=32))
-
-        program = jax.jit(attend).lower(
-            argument((batch, width, heads, head_dim), case["dtype"]),
-            cache,
-            cache,
-            argument((batch,), "int32"),
-            argument((batch,), "int32"),
-            argument((), "int32"),
-        )
-        text = program.compile().as_text()
+        (batch, width, heads, kv_heads, capacity, head_dim), dtype = case["shape"], case["dtype"]
+        cache = (batch, kv_heads, capacity, head_dim), dtype
+        shapes = ((batch, width, heads, head_dim), dtype), cache, cache, *[((batch,), "int32")] * 2, ((), "int32")
+        place = SingleDeviceSharding(device)
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(kind), sharding=place) for shape, kind in shapes]
+        text = jax.jit(attend).lower(*arguments).compile().as_text()
         entry = text[text.index("\nENTRY ") :]
         kernels = re.findall(r'custom_call_target="([^"]*)"', entry)
         copied = [line for line in entry.splitlines() if " copy(" in line and str(capacity) in line]

@@ -20,9 +20,6 @@ from failfast_jax.serving.queue import Queue
 
 ROOT = Path(__file__).parents[1]
 IMPLEMENTS = {
-    "Decoder": "DrafterModel",
-    "DSparkModel": "DrafterModel",
-    "BoundEagle": "DrafterModel",
     "FeatureObjective": "Objective",
     "MaskedObjective": "Objective",
 }

@@ -14,7 +14,7 @@ from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, LoadOptions
 from failfast_jax.errors import ConfigError, DeviceMemoryError, OptionError, PromptError
-from failfast_jax.models.borrowed import as_untrained_drafter
+from failfast_jax.models.transformer import as_untrained_drafter
 from failfast_jax.prompts import encode
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}

@@ -24,7 +24,7 @@ from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.models.borrowed import as_untrained_drafter
+from failfast_jax.models.transformer import as_untrained_drafter
 from failfast_jax.runtime import model_runtime
 
 pytestmark = [pytest.mark.long, pytest.mark.optimized]

@@ -66,9 +66,8 @@ def test_quantised_weights_are_read_as_integers():
 
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 def test_mosaic_compiles_the_kernels(topology):
-    report = compiled(topology, "kernels")
-    assert len(report["kernels"]) == 3 * 8 + 3
-    assert all(report["kernels"].values()), report["kernels"]
+    verdicts = compiled(topology, "kernels")
+    assert len(verdicts) == 2 * 8 + 3 and all(verdicts.values()), verdicts
 
 
 @pytest.mark.parametrize(
@@ -98,10 +97,7 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
         assert found["all_reduces_per_layer"] == 2, name
         # What the text says is read is what has to be: weights and live cache, once.
         assert 0.9 < found["traffic_ms"] / found["floor_ms"] < 1.15, name
-        assert found["floor_ms"] < found["without_sums_ms"] <= found["ms"], name  # copies may fill a sum's time
-        assert found["floor_ms"] < found["with_copies_at_peak_ms"] <= found["ms"], name
-        at = found["at_contexts"]
-        assert at["1024"]["ms"] < at["32768"]["ms"], name
+        assert found["floor_ms"] < found["ms"], name
 
 
 @pytest.mark.long(rare=True)
@@ -128,10 +124,9 @@ def test_the_report_says_what_does_not_fit():
     sizes = ("--capacity", 2**20, "--batch", 1, 6)
     done = run_python("tpu_scripts/aot_report.py", *case, *sizes, without=("XLA_FLAGS",))
     assert done.returncode == 1, done.stdout[-1000:] + done.stderr[-3000:]
-    fits, refused, _, error = done.stdout.splitlines()[-4:]
+    fits, refused = done.stdout.splitlines()[-2:]
     assert fits.startswith("| qwen2.5-7b v5e:1x1 tp1 | 1 |") and "of 16 | 1 | 0 | 0 |" in fits
     assert refused.startswith("| qwen2.5-7b v5e:1x1 tp1 | 6 | RESOURCE_EXHAUSTED")
-    assert error.startswith("Where somebody measured, this timeline predicted ")
 
 
 @pytest.mark.long(rare=True)

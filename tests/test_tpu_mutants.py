@@ -33,8 +33,6 @@ MUTANTS = {
             "jnp.clip(last.max(1), 0, capacity - 1)",
         ),
         "padding written": ("Patch(start, new_rows,", "Patch(start, width,"),
-    },
-    "tpu_write.py": {
         "nothing written": (
             "ref.at[0, :, rows], cache.at[self.row, heads, pl.ds(position, PACKING)], self",
             "cache.at[self.row, heads, pl.ds(position, PACKING)], ref.at[0, :, rows], self",
@@ -45,9 +43,9 @@ MUTANTS = {
             "_moved(moves, rows, self.tiles[0].dtype)",
             "_moved(moves, rows + 0.01 * (stretch is self.stretches[1]), self.tiles[0].dtype)",
         ),
-        "keys not rotated": ("rotated(k, *tables) if tables else k", "k"),
-        "windows: not waited for": ("        write.wait()\n", "        pass\n"),
-        "windows: rows around lost": ("jnp.where(inside, rows, part[head].astype(jnp.float32))", "rows"),
+        "keys not rotated": ("k = rotated(k, *tables)", "k = k"),
+        "not waited for": ("[copy.wait() for copy in copies]", "None"),
+        "rows around lost": ("jnp.where(inside, new, ref[0, :, rows].astype(jnp.float32)).astype", "new.astype"),
     },
     "tpu_prompt.py": {
         "prompts: tiles": (">= tiles * block", "> tiles * block"),

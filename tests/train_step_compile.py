@@ -7,11 +7,11 @@ Run as a script, in a process of its own: `libtpu` reads its settings when JAX i
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 
-from tpu_compile import SETTINGS
+if __name__ == "__main__":
+    import tpu_scripts.aot_report  # noqa: F401  its settings are for libtpu
 
 
 def compiled(topology: str, rows: int, model: str):
@@ -73,5 +73,4 @@ def main(topology: str, rows: str = "1", model: str = "qwen2.5-1.5b") -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(SETTINGS)
     main(*sys.argv[1:])

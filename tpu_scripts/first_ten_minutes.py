@@ -5,8 +5,7 @@
 Four parts, in one process, as a TPU serves no second one: what `doctor` finds; attention kernels on the shapes of
 public models, against plain jnp; an answer of the default pair with and without drafts, whose texts must be equal; and
 a `bench replay` of Qwen2.5-1.5B's size with random weights, with predicted times beside measured ones. A part that
-fails leaves its error in the file, and the others run. The same command goes on where it was stopped. Nothing is
-downloaded.
+fails leaves its error in the file, and the others run. Nothing is downloaded.
 
 On a CPU, and with --quick, small sizes run: a dry run, which shows that everything works and measures nothing of use.
 docs/hardware/README.md describes the file and asks for yours.
@@ -33,7 +32,6 @@ from failfast_jax import doctor
 from failfast_jax._version import __version__
 from failfast_jax.bench import micro, replay
 from failfast_jax.engine import FailFast
-from failfast_jax.errors import OptionError
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 from failfast_jax.models.attention_check import TOLERANCE
 from failfast_jax.util import command_line, compile_cache, hardware, progress
@@ -49,11 +47,6 @@ QUICK_REPLAY = (
 ).split()
 ESTIMATES = ROOT / "docs" / "tpu_compile.json"
 """The timeline's milliseconds of passes, as `aot_report --out` wrote them."""
-
-
-def described(error: Exception) -> str:
-    """An error's kind and the beginning of its message: compilers print whole programs."""
-    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def check_installation(quick: bool, folder: Path) -> dict[str, Any]:
@@ -125,44 +118,26 @@ PARTS: dict[str, Callable[[bool, Path], dict[str, Any]]] = {
 }
 
 
-def opened(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the parts of the file, if it has this `identity`."""
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**identity, "parts": {}}
-        if {name: earlier[name] for name in identity} == identity:
-            return earlier["parts"]
-    except (ValueError, KeyError, TypeError):  # no file of this script
-        pass
-    raise OptionError(f"--out {path}: not of this machine, JAX, version and size; name another file")
-
-
 def work(args: Namespace) -> int:
-    """Runs the parts that the file lacks, or that failed there; returns 1 if a part failed or is wrong.
-
-    Raises:
-      OptionError: the file is another machine's, JAX's, version's or size's.
-    """
+    """Runs the parts, and writes the file after each; returns 1 if a part failed or is wrong."""
     compile_cache.enable_compile_cache()
     quick = args.quick or jax.default_backend() == "cpu"
     if quick:
         print("a dry run with small sizes: its figures say nothing of this hardware", file=sys.stderr)
     machine = hardware.machine()
-    identity = {"format": FORMAT, "version": __version__, "dry_run": quick}
-    identity |= {"device": machine["device"], "devices": jax.device_count(), "jax": jax.__version__}
-    parts = opened(args.out, identity)
+    record = {"format": FORMAT, "version": __version__, "dry_run": quick, "device": machine["device"]}
+    record |= {"devices": jax.device_count(), "jax": jax.__version__, "machine": machine, "parts": {}}
     for name, part in PARTS.items():
-        if name in parts and "error" not in parts[name]:
-            continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
             figures = part(quick, args.out.with_suffix(".replay"))
-        except Exception as error:  # the other parts are still of use
-            figures = {"error": described(error)}
+        except Exception as error:  # the other parts are still of use; compilers print whole programs
+            figures = {"error": f"{type(error).__name__}: {error}"[:2000]}
             print(f"{name}: {figures['error']}", file=sys.stderr)
-        parts[name] = figures | {"seconds": time.perf_counter() - begin}
-        write_json(args.out, {**identity, "machine": machine, "parts": parts})
-    wrong = [name for name, figures in parts.items() if "error" in figures or not figures.get("right", True)]
+        record["parts"][name] = figures | {"seconds": time.perf_counter() - begin}
+        write_json(args.out, record)
+    wrong = [name for name, part in record["parts"].items() if "error" in part or not part.get("right", True)]
     print(f"{args.out}: " + (f"wrong: {', '.join(wrong)}" if wrong else "all parts ran and are right"))
     return int(bool(wrong))
 
@@ -176,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes: a dry run of a minute")
     progress.add_flags(parser)
     args = parser.parse_args(argv)
-    return command_line.run(lambda: work(args), "interrupted; the same command goes on", verbosity=args.verbosity)
+    return command_line.run(lambda: work(args), verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

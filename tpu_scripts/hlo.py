@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "s32": 4, "u32": 4, "f32": 4}
-KERNELS = ("attend_and_write", "window_attention", "write_window")
+KERNELS = ("attend_and_write", "window_attention")
 """Pallas calls of this package, as they are named in the text: they read a part of their operands."""
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 _FREE = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "while", "iota"}
@@ -77,37 +77,22 @@ def hbm_bytes_of(kind: str) -> int:
     return sum(ITEM_BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in in_hbm)
 
 
-def hbm_traffic(hlo: str) -> int:
-    """Returns the bytes that the entry computation reads from and writes to HBM, without this package's kernels.
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """Estimates of an entry computation.
 
-    Copies into fast memory count when they are started; reads from there do not. A look-up in a table reads the rows
-    that it returns.
+    Attributes:
+      seconds: instructions in order, asynchronous copies beside them.
+      traffic: bytes read from and written to HBM, without this package's kernels. Copies into fast memory count when
+        they are started, reads from there do not; a look-up in a table reads the rows that it returns.
     """
-    instructions = entry_instructions(hlo)
-    by_name = {instruction.name: instruction for instruction in instructions}
-    total, fetched = 0, set()
-    for instruction in instructions:
-        op = instruction.op
-        if op == "gather-done":
-            total += hbm_bytes_of(instruction.type)
-        elif op in _FREE | _OFFLOADED or instruction.name.startswith(KERNELS):
-            continue
-        elif op == "copy-start":
-            source = instruction.operands[0]
-            # A second copy of one source restores what the next run expects to find in fast memory.
-            total += 0 if source in fetched else hbm_bytes_of(by_name[source].type)
-            fetched.add(source)
-        elif op == "slice-start":
-            total += _moved_bytes(instruction)
-        elif "gather" in instruction.name and "all-gather" not in op:
-            total += hbm_bytes_of(re.sub(r"S\(\d+\)", "", instruction.type))
-        elif op not in COLLECTIVES:
-            total += _operand_bytes(instruction, by_name)
-    return total
+
+    seconds: float
+    traffic: int
 
 
-def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str], tuple[float, float]]) -> float:
-    """Returns the seconds of the entry computation: instructions in order, asynchronous copies beside them.
+def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str], tuple[float, float]]) -> Timeline:
+    """Adds up the entry computation.
 
     Copies move one after the other, with the bandwidth that the running instruction leaves; their consumer waits until
     they have arrived. A collective of another core runs from the time when it gets its operand.
@@ -123,9 +108,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
     """
     instructions = entry_instructions(hlo)
     by_name = {instruction.name: instruction for instruction in instructions}
-    now, flying, fetched, ends = 0.0, {}, set(), {}
-    # Bytes of the rows of look-ups, by the instruction that is waited for.
-    rows = {done.operands[0]: hbm_bytes_of(done.type) for done in instructions if done.op == "gather-done"}
+    now, traffic, flying, ends, copies = 0.0, 0, {}, {}, _copies(instructions)
 
     def moved(size: float) -> None:
         for name in [*flying]:
@@ -133,14 +116,9 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
             flying[name], size = flying[name] - taken, size - taken
 
     for instruction in instructions:
-        if instruction.op in ("copy-start", "slice-start"):
-            source = instruction.operands[0]
-            # A second copy of one source is the first of the next run.
-            again = instruction.op == "copy-start" and source in fetched
-            fetched.add(source)
-            flying[instruction.name] = 0 if again else _moved_bytes(instruction)
-        elif instruction.name in rows:
-            flying[instruction.name] = rows[instruction.name]
+        if instruction.name in copies:
+            flying[instruction.name] = copies[instruction.name]
+            traffic += copies[instruction.name]
         elif instruction.op in ("copy-done", "slice-done", "gather-done"):
             waited = 0.0
             for name in [*flying]:
@@ -156,26 +134,43 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
             else:
                 ends[done] = now + others(done, by_name[done].text)[0]
         elif instruction.op not in _FREE:
+            size = _operand_bytes(instruction, by_name)
+            if instruction.op not in COLLECTIVES and not instruction.name.startswith(KERNELS):
+                traffic += size
             if cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.text):
                 seconds = int(cycles.group(1)) % (2**63 - 1) / clock  # the largest number stands for no estimate
-                traffic = 0 if "gather" in instruction.name else _operand_bytes(instruction, by_name)
             else:
-                seconds, traffic = others(instruction.name, instruction.text)
+                seconds, size = others(instruction.name, instruction.text)
             now += seconds
-            moved(max(seconds * rate - traffic, 0))
-    return now
+            moved(max(seconds * rate - size, 0))
+    return Timeline(now, traffic)
 
 
 def _operand_bytes(instruction: _Instruction, by_name: dict[str, _Instruction]) -> int:
-    """Bytes in HBM that an instruction reads and writes."""
+    """Bytes in HBM that an instruction reads and writes; a look-up in a table reads the rows that it returns."""
+    if "gather" in instruction.name and "all-gather" not in instruction.op:
+        return hbm_bytes_of(re.sub(r"S\(\d+\)", "", instruction.type))
     read = [by_name[name].type for name in instruction.operands if name in by_name]
     return sum(map(hbm_bytes_of, (*read, instruction.type)))
 
 
-def _moved_bytes(instruction: _Instruction) -> int:
-    """Returns the bytes of a copy `(to, from, ...)`, or of the part that a slice `((whole), part, ...)` takes."""
-    place = 1 if instruction.op == "slice-start" else 0
-    return hbm_bytes_of(re.findall(r"\w+\[[\d,]*\]", instruction.type)[place])
+def _copies(instructions: list[_Instruction]) -> dict[str, int]:
+    """Bytes in HBM of each asynchronous copy, by the instruction that starts it.
+
+    A copy is `(to, from, ...)`, a slice `((whole), part, ...)`; a look-up in a table ends with its rows.
+    """
+    sizes, fetched = {}, set()
+    for instruction in instructions:
+        if instruction.op == "gather-done":
+            sizes[instruction.operands[0]] = hbm_bytes_of(instruction.type)
+        elif instruction.op in ("copy-start", "slice-start"):
+            is_copy, source = instruction.op == "copy-start", instruction.operands[0]
+            arrays = re.findall(r"\w+\[[\d,]*\]", instruction.type)
+            # A second copy of one source is the first of the next run.
+            again = is_copy and source in fetched
+            sizes[instruction.name] = 0 if again else hbm_bytes_of(arrays[0 if is_copy else 1])
+            fetched.add(source)
+    return sizes
 
 
 def devices_of(collective: str) -> int:

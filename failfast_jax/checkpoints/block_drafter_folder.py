@@ -36,10 +36,9 @@ from failfast_jax.checkpoints.drafter_folder import (
 )
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, stored_tensors
 from failfast_jax.errors import ConfigError
-from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.block_network import MARKOV_HEADS, DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.config_keys import only
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
-from failfast_jax.models.markov_head import MARKOV_HEADS
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.util import values
 

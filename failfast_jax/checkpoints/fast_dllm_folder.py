@@ -20,11 +20,10 @@ from failfast_jax.checkpoints.drafter_folder import layer_keys, write_folder
 from failfast_jax.checkpoints.parameter_map import HF_TABLE, Fills, stored_tensors
 from failfast_jax.checkpoints.safetensors_file import folder_tensors
 from failfast_jax.errors import ConfigError
-from failfast_jax.models.borrowed import with_borrowed
 from failfast_jax.models.config_keys import LARGEST
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
-from failfast_jax.models.transformer import Decoder
+from failfast_jax.models.transformer import Decoder, with_borrowed
 from failfast_jax.util.values import number
 
 ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.drafter_model import FeatureModel
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import Execution
 from failfast_jax.models.transformer import Decoder
@@ -31,7 +31,7 @@ class StatePlacement:
     drafter: Execution | None = None
 
     @classmethod
-    def of(cls, target: Decoder, drafter: DrafterModel | None = None) -> StatePlacement:
+    def of(cls, target: Decoder, drafter: Decoder | FeatureModel | None = None) -> StatePlacement:
         """Returns the placement of states of these models."""
         return cls(target.execution, None if drafter is None else drafter.execution)
 

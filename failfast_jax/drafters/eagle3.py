@@ -23,7 +23,7 @@ from failfast_jax.decoding.proposal import propose
 from failfast_jax.decoding.token_tree import deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.drafters.branch_tree import best_nodes
-from failfast_jax.models.eagle_network import ROWS, BoundEagle, Level
+from failfast_jax.models.eagle_network import BoundEagle, Level
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import constrain_rows
 
@@ -100,7 +100,7 @@ class EagleChain(Grow, EagleDrafter):
     @property
     def shape(self) -> DraftShape:
         lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
-        return self.shaped(*lengths, window=lengths[-1] + ROWS)
+        return self.shaped(*lengths, window=lengths[-1] + 1)
 
     @property
     def vocab_size(self) -> int:
@@ -188,7 +188,7 @@ class EagleTree(EagleDrafter):
     @property
     def shape(self) -> DraftShape:
         """The verify pass is as wide as all nodes."""
-        return self.shaped(self.budget, window=max(self.depth * self.top_k, self.longest + 1) + ROWS, tree=True)
+        return self.shaped(self.budget, window=max(self.depth * self.top_k, self.longest + 1), tree=True)
 
     @property
     def longest(self) -> int:

@@ -103,6 +103,11 @@ class Window:
         mask = slots <= self.last(width)[..., None]
         return mask if self.back is None else mask & (slots >= self.first(width)[..., None])
 
+    def live_mask(self, width: int, capacity: int) -> Bool[Array, "B W S"]:
+        """`mask` of the slots below `live`; slot 0 stays, so that no row is left without a key."""
+        slots = jnp.arange(capacity)
+        return self.mask(width, slots) & (slots < jnp.maximum(self.live, 1))
+
     def part(self, rows: slice) -> Window:
         """The window of some of its rows: whole groups, where it has groups."""
         cos, sin = (None if table is None else table[:, rows] for table in (self.cos, self.sin))
@@ -166,3 +171,39 @@ class AttentionCase:
         copies = 1 if window.seen is None else window.seen.shape[1]
         sizes = {"heads": heads, "kv_heads": kv_heads, "capacity": capacity, "width": width}
         return cls(cache[0].dtype, head_dim, **sizes, pattern=window.pattern, copies=copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Cases that a kernel takes.
+
+    Attributes:
+      patterns: of masks.
+      rows: most rows of a window, or of each copy; None: any number.
+      head_dims: sizes of a head.
+      capacity: the cache's positions are a multiple of it.
+      dtypes: of the cache.
+    """
+
+    patterns: tuple[str, ...]
+    rows: int | None
+    head_dims: tuple[int, ...] | range
+    capacity: int
+    dtypes: tuple[str, ...]
+
+    def refuses(self, case: AttentionCase) -> str | None:
+        """Returns why a case is not taken, or None if it is."""
+        dtype, sizes, width = jnp.dtype(case.dtype).name, self.head_dims, case.width
+        if case.pattern not in self.patterns:
+            return f"a {case.pattern}"
+        if self.rows and width is not None and not 1 <= (rows := width // case.copies) <= self.rows:
+            return f"a window of {rows} rows: 1 to {self.rows}"
+        if case.heads % case.kv_heads:
+            return f"{case.heads} query heads for {case.kv_heads} KV heads"
+        if case.head_dim not in sizes:
+            multiples = isinstance(sizes, range)
+            listed = f"multiples of {sizes.step} up to {sizes[-1]}" if multiples else ", ".join(map(str, sizes))
+            return f"head_dim {case.head_dim}: {listed}"
+        if case.capacity % self.capacity:
+            return f"a cache of {case.capacity} positions: a multiple of {self.capacity}"
+        return None if dtype in self.dtypes else f"a cache of {dtype}: {', '.join(self.dtypes)}"

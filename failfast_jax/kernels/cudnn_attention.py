@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from failfast_jax.axes import Queries
-from failfast_jax.kernels.attention_window import COPIES, TREE, AttentionCase, LayerCache, Window
-from failfast_jax.kernels.xla_attention import live_mask
+from failfast_jax.kernels.attention_window import SLIDING, TEXT, AttentionCase, LayerCache, Limits, Window
 
 OLDEST = 8
 """Compute capability of the first GPUs on which JAX has cuDNN's attention."""
@@ -20,26 +19,19 @@ OLDEST = 8
 
 def refuses(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
-    major = 9
-    if case.device is not None:
-        capability = str(getattr(case.device, "compute_capability", "unknown"))
-        major = int(version[1]) if (version := re.fullmatch(r"(\d+)\.\d+", capability)) else 0
-        if major < OLDEST:
-            return f"cuDNN's attention needs NVIDIA's capability {OLDEST}.0 (Ampere) or later, not {capability}"
-    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN's attention is of bfloat16 and float16, not of {jnp.dtype(case.dtype).name}"
-    most = 256 if major >= 9 else 128
-    if case.head_dim > most or case.head_dim % 8:
-        return f"cuDNN's attention has heads of multiples of 8 up to {most} on this GPU, not of {case.head_dim}"
-    if case.pattern in (TREE, COPIES):
-        return f"a {case.pattern}"
-    return None
+    capability = "9.0" if case.device is None else str(getattr(case.device, "compute_capability", "unknown"))
+    major = int(version[1]) if (version := re.fullmatch(r"(\d+)\.\d+", capability)) else 0
+    if major < OLDEST:
+        return f"cuDNN's attention needs NVIDIA's capability {OLDEST}.0 (Ampere) or later, not {capability}"
+    head_dims = range(8, 257 if major > OLDEST else 129, 8)
+    reason = Limits((TEXT, SLIDING), None, head_dims, 1, ("bfloat16", "float16")).refuses(case)
+    return reason and f"cuDNN's attention does not take {reason}"
 
 
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     """Computes what `plain_attention.attend` does; costs follow the capacity."""
     k, v = (layer.transpose(0, 2, 1, 3) for layer in cache)
-    mask = live_mask(q, cache, window)
+    mask = window.live_mask(q.shape[1], k.shape[1])
     # It adds the mask to the scores, so that a hidden key of NaN (see `plain_attention.contained`) would not stay so.
     unfit = jnp.isnan(k)
     k = jnp.where(unfit, 0, k)

@@ -19,22 +19,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.axes import Cache, PerSequence, Queries
-from failfast_jax.kernels.attention_window import TEXT, AttentionCase, LayerCache, Window
+from failfast_jax.kernels.attention_window import TEXT, AttentionCase, LayerCache, Limits, Window
 from failfast_jax.kernels.plain_attention import HIDDEN
 
 TILE = 64
 """Cache positions a step of the kernel. Tiles lie at absolute positions."""
 ROWS = 64
 """Query rows of one warpgroup: the height of a `wgmma`."""
-CAPACITY_MULTIPLE = 128
-MAX_WIDTH = 128
 MAX_SPLITS = 64
-_BLOCKS_IN_FLIGHT = {1: 264, 2: 132}
-"""Thread blocks that fill an H100 or H200 (132 multiprocessors) by warpgroups a block: two blocks of one warpgroup
-share a multiprocessor, so that one computes while the other waits for memory."""
-_SHARED_MEMORY = {1: 96 * 1024, 2: 192 * 1024}
-"""Bytes of shared memory that a block may spend on queries and tiles, by warpgroups a block."""
-_MAX_STAGES = 4
+BLOCKS_IN_FLIGHT = 264
+"""Thread blocks that fill an H100 or H200 (132 multiprocessors): two share a multiprocessor, so that one computes while
+the other waits for memory."""
+SHARED_MEMORY = 96 * 1024
+"""Bytes of shared memory that a block may spend on queries and tiles."""
+MAX_STAGES = 4
 LANES = 128
 """Threads of a warpgroup; the combining kernel gives each one column of a row."""
 _UNROLL = 8
@@ -44,38 +42,25 @@ _UNROLL = 8
 _FLOOR = HIDDEN / 2
 
 
+# In float32 `wgmma` would round its operands to tf32.
+LIMITS = Limits((TEXT,), 128, (64, 128), 128, ("bfloat16", "float16"))
+
+
 def refuses(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
-    if case.device is not None:
-        if case.device.platform != "gpu":
-            return f"the Mosaic GPU kernel needs an NVIDIA GPU, not a device of platform {case.device.platform!r}"
-        capability = str(getattr(case.device, "compute_capability", "unknown"))
-        if not capability.startswith("9."):
-            return f"the Mosaic GPU kernel uses wgmma: compute capability 9.x (Hopper), not {capability}"
-    if case.pattern != TEXT:
-        return f"a {case.pattern}"
-    if case.width is not None and not 1 <= case.width <= MAX_WIDTH:
-        return f"a window has 1 to {MAX_WIDTH} rows, not {case.width}"
-    if case.heads % case.kv_heads:
-        return f"{case.heads} query heads are no multiple of {case.kv_heads} KV heads"
-    if case.head_dim not in (64, 128):
-        return f"head_dim is 64 or 128, not {case.head_dim}"
-    if case.capacity < CAPACITY_MULTIPLE or case.capacity % CAPACITY_MULTIPLE:
-        return f"the cache's capacity is a multiple of {CAPACITY_MULTIPLE}, not {case.capacity}"
-    dtype = jnp.dtype(case.dtype)
-    if dtype == jnp.float32:
-        return "the cache is bfloat16 or float16, not float32: wgmma would round its operands to tf32"
-    if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        return f"the cache is bfloat16 or float16, not {dtype.name}"
-    return None
+    capability = "9.0" if case.device is None else str(getattr(case.device, "compute_capability", "unknown"))
+    if not capability.startswith("9."):
+        return f"the Mosaic GPU kernel uses wgmma: compute capability 9.x (Hopper), not {capability}"
+    reason = LIMITS.refuses(case)
+    return reason and f"the Mosaic GPU kernel does not take {reason}"
 
 
-def split_count(batch: int, kv_heads: int, blocks: int, warpgroups: int, capacity: int) -> int:
+def split_count(batch: int, kv_heads: int, blocks: int, capacity: int) -> int:
     """The number of thread blocks over which the cache of one sequence and KV head is split.
 
     A function of static shapes alone: the order of a row's sum must not follow the live length.
     """
-    wanted = _BLOCKS_IN_FLIGHT[warpgroups] // (batch * kv_heads * blocks)
+    wanted = BLOCKS_IN_FLIGHT // (batch * kv_heads * blocks)
     return max(1, min(wanted, MAX_SPLITS, capacity // TILE))
 
 
@@ -89,17 +74,17 @@ def simulator() -> Any:
 
 def attend_splits(
     tiles: PerSequence,
-    last: Int[Array, "B blocks warpgroups rows"],
-    rows: Float[Array, "B K blocks warpgroups rows H"],
+    last: Int[Array, "B blocks rows"],
+    rows: Float[Array, "B K blocks rows H"],
     k_cache: Cache,
     v_cache: Cache,
     *,
     splits: int,
     interpret: bool,
 ) -> tuple[
-    Float[Array, "splits B K blocks warpgroups rows lanes"],
-    Float[Array, "splits B K blocks warpgroups rows"],
-    Float[Array, "splits B K blocks warpgroups rows"],
+    Float[Array, "splits B K blocks rows lanes"],
+    Float[Array, "splits B K blocks rows"],
+    Float[Array, "splits B K blocks rows"],
 ]:
     """One thread block for each split, sequence, KV head and block of rows.
 
@@ -111,10 +96,10 @@ def attend_splits(
       Unnormalised sum of values (in the first H of `LANES` columns), highest score (times log2 e) and sum of weights
       of each row over the tiles of each split. Not written for splits that own no tile.
     """
-    batch, kv_heads, blocks, warpgroups, _, head_dim = rows.shape
+    batch, kv_heads, blocks, _, head_dim = rows.shape
     dtype = k_cache.dtype
-    spent = warpgroups * ROWS * head_dim * dtype.itemsize
-    stages = min((_SHARED_MEMORY[warpgroups] - spent) // (2 * TILE * head_dim * dtype.itemsize), _MAX_STAGES)
+    row_bytes = head_dim * dtype.itemsize
+    stages = min((SHARED_MEMORY - ROWS * row_bytes) // (2 * TILE * row_bytes), MAX_STAGES)
     # Scores in units of log2: exp2 is the hardware's own.
     scale = head_dim**-0.5 * math.log2(math.e)
 
@@ -140,60 +125,37 @@ def attend_splits(
         shape = (a.shape[0], b.shape[0 if transposed else 1])
         return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
-    def kernel(
-        tiles_ref, last_ref, q_ref, k_ref, v_ref, acc_ref, highest_ref, total_ref, q_mem, k_ring, v_ring, q_here
-    ):
+    def kernel(tiles_ref, last_ref, q_ref, k_ref, v_ref, acc_ref, highest_ref, total_ref, q_mem, k_ring, v_ring, here):
         sequence, head, split, block = (lax.axis_index(name) for name in ("batch", "kv_head", "split", "block"))
-        thread = lax.axis_index("warpgroup") if warpgroups > 1 else 0
         # Tiles split, split + splits, ... below the sequence's count.
         mine = lax.div(tiles_ref[sequence] - split + (splits - 1), splits)
 
-        def fetch(ref: Any, ring: tuple[Any, Any, Any], index: Array) -> None:
-            at = (split + index * splits) * TILE
-            slot = lax.rem(index, stages)
-            memory, here, _ = ring
-            plgpu.copy_gmem_to_smem(ref.at[sequence, head, pl.ds(at, TILE)], memory.at[slot], here.at[slot])
+        def fetch(ref: Any, ring: tuple[Any, Any], index: Array) -> None:
+            """Tile `index` of this split, if there is one, into its place of the ring."""
+            memory, arrived = ring
 
-        def refill(ref: Any, ring: tuple[Any, Any, Any], index: Array) -> None:
-            """Fetches the tile that follows into the place of tile `index`, once nobody reads that any more."""
-            if warpgroups > 1:
-                free = ring[2]
-                plgpu.barrier_arrive(free.at[lax.rem(index, stages)])
-                # One tile later, so that the first warpgroup need not wait for the others.
-                index = index - 1
-
-                @pl.when((thread == 0) & (index >= 0))
-                def _():
-                    plgpu.barrier_wait(free.at[lax.rem(index, stages)])
-
-            @pl.when((thread == 0) & (index >= 0) & (index + stages < mine))
+            @pl.when(index < mine)
             def _():
-                fetch(ref, ring, index + stages)
+                at, slot = (split + index * splits) * TILE, lax.rem(index, stages)
+                plgpu.copy_gmem_to_smem(ref.at[sequence, head, pl.ds(at, TILE)], memory.at[slot], arrived.at[slot])
 
         @pl.when(mine > 0)
         def _():
-            plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, block, thread], q_mem.at[thread], q_here.at[thread])
-
-            @pl.when(thread == 0)
-            def _():
-                for stage in range(stages):
-
-                    @pl.when(stage < mine)
-                    def _(stage=stage):
-                        fetch(k_ref, k_ring, jnp.int32(stage))
-                        fetch(v_ref, v_ring, jnp.int32(stage))
-
-            sees = load_rows(last_ref, (sequence, block, thread))
+            plgpu.copy_gmem_to_smem(q_ref.at[sequence, head, block], q_mem, here)
+            for stage in range(stages):
+                fetch(k_ref, k_ring, jnp.int32(stage))
+                fetch(v_ref, v_ring, jnp.int32(stage))
+            sees = load_rows(last_ref, (sequence, block))
             sees = in_layout(lax.broadcast_in_dim(sees, (ROWS, TILE), [0]), plgpu.Layout.WGMMA)
             columns = in_layout(lax.broadcasted_iota(jnp.int32, (ROWS, TILE), 1), plgpu.Layout.WGMMA)
-            plgpu.barrier_wait(q_here.at[thread])
+            plgpu.barrier_wait(here)
 
             def attend(index, carry):
                 highest, total, acc = carry
                 slot = lax.rem(index, stages)
                 plgpu.barrier_wait(k_ring[1].at[slot])
-                scores = matmul(q_mem.at[thread], k_ring[0].at[slot], transposed=True) * scale
-                refill(k_ref, k_ring, index)
+                scores = matmul(q_mem, k_ring[0].at[slot], transposed=True) * scale
+                fetch(k_ref, k_ring, index + stages)
                 at = (split + index * splits) * TILE
                 scores = jnp.where(columns + at <= sees, scores, HIDDEN)
                 new_highest = jnp.maximum(highest, scores.max(axis=1))
@@ -202,48 +164,28 @@ def attend_splits(
                 total = total * decay + weights.sum(axis=1)
                 plgpu.barrier_wait(v_ring[1].at[slot])
                 part = matmul(weights.astype(dtype), v_ring[0].at[slot])
-                refill(v_ref, v_ring, index)
+                fetch(v_ref, v_ring, index + stages)
                 acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + part
                 return new_highest, total, acc
 
             acc = in_layout(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
             carry = (per_row(jnp.full((ROWS,), _FLOOR)), per_row(jnp.zeros((ROWS,))), acc)
             highest, total, acc = lax.fori_loop(0, mine, attend, carry)
-            if warpgroups > 1:  # Nobody leaves before the last tile is read by all.
+            acc_ref[split, sequence, head, block, :, pl.ds(0, head_dim)] = acc
+            highest_ref[split, sequence, head, block] = highest
+            total_ref[split, sequence, head, block] = total
 
-                @pl.when(thread == 0)
-                def _():
-                    plgpu.barrier_wait(k_ring[2].at[lax.rem(mine - 1, stages)])
-                    plgpu.barrier_wait(v_ring[2].at[lax.rem(mine - 1, stages)])
-
-            acc_ref[split, sequence, head, block, thread, :, pl.ds(0, head_dim)] = acc
-            highest_ref[split, sequence, head, block, thread] = highest
-            total_ref[split, sequence, head, block, thread] = total
-
-    def body(*refs: Any) -> None:
-        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        tile = plgpu.SMEM((stages, TILE, head_dim), dtype, transforms=tiled)
-        here = plgpu.Barrier(num_barriers=stages)
-        free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages) if warpgroups > 1 else None
-        pl.run_scoped(
-            lambda *scratch: kernel(*refs, *scratch),
-            plgpu.SMEM((warpgroups, ROWS, head_dim), dtype, transforms=tiled),
-            (tile, here, free),
-            (tile, here, free),
-            plgpu.Barrier(num_barriers=warpgroups),
-            collective_axes="warpgroup" if warpgroups > 1 else (),
-        )
-
-    row = (splits, batch, kv_heads, blocks, warpgroups, ROWS)
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    ring = plgpu.SMEM((stages, TILE, head_dim), dtype, transforms=tiled), plgpu.Barrier(num_barriers=stages)
+    row = (splits, batch, kv_heads, blocks, ROWS)
     return plgpu.kernel(
-        body,
+        kernel,
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*row, LANES), row, row)),
+        scratch_types=(plgpu.SMEM((ROWS, head_dim), dtype, transforms=tiled), ring, ring, plgpu.Barrier()),
         # Blocks of rows run fastest: those that read the same tiles run at the same time.
         grid=(batch, kv_heads, splits, blocks),
         grid_names=("batch", "kv_head", "split", "block"),
         kernel_name="window_attention",
-        num_threads=warpgroups if warpgroups > 1 else None,
-        thread_name="warpgroup" if warpgroups > 1 else None,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=simulator() if interpret else None,
     )(tiles, last, rows, k_cache, v_cache)
@@ -324,9 +266,6 @@ def attend(
       ValueError: if `refuses` has a reason against it.
     """
     k_cache, v_cache = cache
-    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        caches = f"{k_cache.dtype}{k_cache.shape} and {v_cache.dtype}{v_cache.shape}"
-        raise ValueError(f"two caches of one shape and dtype, not {caches}")
     batch, width, heads, head_dim = q.shape
     _, kv_heads, capacity, _ = k_cache.shape
     default = jax.devices()[0]
@@ -334,14 +273,13 @@ def attend(
     device = default if default.platform == "gpu" and not interpret else None
     case = dataclasses.replace(AttentionCase.of(heads, width, cache, window), device=device)
     if reason := refuses(case):
-        raise ValueError(f"GPU attention: {reason}")
+        raise ValueError(reason)
     group = heads // kv_heads
-    warpgroups = 1 if group * width <= ROWS else 2
-    blocks = pl.cdiv(group * width, warpgroups * ROWS)
+    blocks = pl.cdiv(group * width, ROWS)
     if splits is None:
-        splits = split_count(batch, kv_heads, blocks, warpgroups, capacity)
+        splits = split_count(batch, kv_heads, blocks, capacity)
 
-    padding = blocks * warpgroups * ROWS - group * width
+    padding = blocks * ROWS - group * width
     rows = q.astype(k_cache.dtype).reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, width * group, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -349,10 +287,8 @@ def attend(
     # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
     tiles = jnp.minimum(pl.cdiv(window.live, TILE), last.max(1) // TILE + 1)
     tiles = jnp.clip(tiles, 1, capacity // TILE).astype(jnp.int32)
-    last = jnp.pad(jnp.repeat(last, group, axis=1), ((0, 0), (0, padding)))
-
-    last = last.reshape(batch, blocks, warpgroups, ROWS)
-    rows = rows.reshape(batch, kv_heads, blocks, warpgroups, ROWS, head_dim)
+    last = jnp.pad(jnp.repeat(last, group, axis=1), ((0, 0), (0, padding))).reshape(batch, blocks, ROWS)
+    rows = rows.reshape(batch, kv_heads, blocks, ROWS, head_dim)
     acc, highest, total = attend_splits(tiles, last, rows, k_cache, v_cache, splits=splits, interpret=interpret)
     packed = (splits, batch, kv_heads, width * group + padding)
     acc, highest, total = acc.reshape(*packed, LANES), highest.reshape(packed), total.reshape(packed)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from failfast_jax.axes import PerSequence, Queries
+from failfast_jax.axes import Queries
 from failfast_jax.kernels.attention_window import COPIES, AttentionCase, LayerCache, Window
-from failfast_jax.kernels.plain_attention import contained, rotated_heads, write_window
+from failfast_jax.kernels.plain_attention import rotated_heads, write_windows
 from failfast_jax.util import progress
 
 
@@ -44,8 +44,8 @@ class Kernel:
         return importlib.import_module(f"failfast_jax.kernels.{self.file}")
 
     def refuses(self, case: AttentionCase) -> str | None:
-        """Returns why the kernel cannot serve a case, or None if it can."""
-        return self.module.refuses(case)
+        """Returns why the kernel cannot serve a case, or None if it can; those without limits can."""
+        return self.module.refuses(case) if hasattr(self.module, "refuses") else None
 
 
 ATTENTION = (
@@ -63,7 +63,6 @@ SIMULATED_TPU = "simulated-tpu"
 TPU_KERNELS = ("tpu", SIMULATED_TPU)
 KERNELS = ("reference", "cpu", "tpu", SIMULATED_TPU, "gpu", "cudnn", "xla")
 """Names for `--attention`: the kernels of that name, then what follows them in the table."""
-EVERYWHERE = ("reference", "xla")
 
 
 def candidates(name: str) -> list[Kernel]:
@@ -78,8 +77,7 @@ def serving(name: str, case: AttentionCase) -> Kernel:
     """The kernel that serves a case; says once if XLA takes copies over that a kernel should have taken."""
     refused = []
     for kernel in candidates(name):
-        reason = kernel.refuses(case)
-        if reason is None:
+        if (reason := kernel.refuses(case)) is None:
             break
         refused.append(reason)
     if refused and case.pattern == COPIES and name in TPU_KERNELS:
@@ -98,7 +96,7 @@ def refusal(name: str, device: Any, **model: Any) -> str | None:
     """
     if name == SIMULATED_TPU and device.platform != "cpu":
         return f"it is simulated on a CPU: set JAX_PLATFORMS=cpu (JAX runs on {device.platform} here)"
-    if name in (*EVERYWHERE, SIMULATED_TPU):
+    if name in ("reference", "xla", SIMULATED_TPU):
         return None
     kernels = [kernel for kernel in ATTENTION if kernel.name == name]
     if device.platform != (platform := kernels[0].platform):
@@ -153,7 +151,7 @@ def attend(
     if chosen.fused:
         return chosen.module.attend(qkv, cache, window, interpret=kernel == SIMULATED_TPU)
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
-    cache = write_windows(cache, k, v, window.start, kernel=kernel)
+    cache = write_windows(cache, k, v, window.start)
     return attend_written(q, cache, window, kernel=kernel), cache
 
 
@@ -163,27 +161,3 @@ def attend_written(q: Queries, cache: LayerCache, window: Window, *, kernel: str
     chosen = serving(kernel, case)
     simulated = {"interpret": True} if kernel == SIMULATED_TPU and chosen.platform == "tpu" else {}
     return chosen.module.attend(q, cache, window, **simulated)
-
-
-def write_windows(
-    cache: LayerCache,
-    k: Float[Array, "B W K H"],
-    v: Float[Array, "B W K H"],
-    start: PerSequence,
-    *,
-    kernel: str = "reference",
-) -> LayerCache:
-    """Overwrites positions `start[b] .. start[b]+W-1` of both caches; in place when they are donated. What is written
-    is `kernels.plain_attention.contained`.
-
-    The caller keeps `start + W` within the capacity.
-    """
-    if kernel in TPU_KERNELS:
-        from failfast_jax.kernels import tpu_write  # slow to import: only where it runs
-
-        # Long windows are prefill: rare, and more than the kernel's fast memory holds.
-        if k.shape[1] <= tpu_write.MAX_WIDTH:
-            qkv = jnp.stack([k, v], axis=3)
-            return tpu_write.write_window(*cache, qkv, start, interpret=kernel == SIMULATED_TPU)
-    k, v = contained(k.astype(cache[0].dtype), v.astype(cache[1].dtype))
-    return write_window(cache[0], k, start), write_window(cache[1], v, start)

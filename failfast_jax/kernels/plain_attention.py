@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.axes import Cache, PerSequence, Queries
-from failfast_jax.kernels.attention_window import TILE, AttentionCase, LayerCache, Window, visible_until
+from failfast_jax.kernels.attention_window import TILE, LayerCache, Window, visible_until
 
 HIDDEN = -1e30
 """Score of a hidden key: finite, so that a tile without a visible one gives exact zeros and no NaN."""
@@ -54,9 +54,12 @@ def contained(k: Float[Array, "*R H"], v: Float[Array, "*R H"]) -> tuple[Float[A
     return jnp.where(finite & jnp.isfinite(k), k, jnp.nan), jnp.where(finite, v, 0)
 
 
-def refuses(case: AttentionCase) -> str | None:
-    """Returns None: it takes everything."""
-    return None
+def write_windows(
+    cache: LayerCache, k: Float[Array, "B W K H"], v: Float[Array, "B W K H"], start: PerSequence
+) -> LayerCache:
+    """Overwrites positions `start[b] .. start[b]+W-1` of both caches with what is `contained`; see `write_window`."""
+    k, v = contained(k.astype(cache[0].dtype), v.astype(cache[1].dtype))
+    return write_window(cache[0], k, start), write_window(cache[1], v, start)
 
 
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:

@@ -14,23 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from failfast_jax.axes import Queries
-from failfast_jax.kernels.attention_window import COPIES, TEXT, AttentionCase, LayerCache, Window, in_ranges
-from failfast_jax.kernels.plain_attention import HIDDEN
-from failfast_jax.kernels.tpu_write import (
-    LANES,
-    MAX_WIDTH,
-    Patch,
-    in_hbm,
-    precision_of,
-    rotary_tables,
-    rotated,
-    span_of,
-    write_window,
-)
+from failfast_jax.kernels.attention_window import COPIES, TEXT, AttentionCase, LayerCache, Limits, Window, in_ranges
+from failfast_jax.kernels.plain_attention import HIDDEN, rotated_heads, write_windows
 
+LANES = 128
+MAX_WIDTH = 128
+"""Rows of a window; longer ones are prefill (see `tpu_prompt`)."""
+UNFIT = 2.0**127
+"""Stands for NaN while rows are moved: a power of two, which bfloat16 holds, too."""
+PACKING = 16
+"""Cache rows that share a hardware tile (bfloat16): copies begin and end at multiples of it."""
 OLDEST = 4
 """The first TPU whose matrix unit takes what the kernels give it."""
 SUBLANES = 8
@@ -39,38 +36,18 @@ CACHE_ROWS = 2048
 """Cache rows, several KV heads together, that one grid step reads: enough to hide its own cost under its copy."""
 QUERY_ROWS = 1024
 """Query rows, several KV heads together, of one grid step: bounds what stays in fast memory."""
-
-
 SCORES = 256 * 1024
 """Scores of one KV head that are held in fast memory at a time."""
+LIMITS = Limits((TEXT, COPIES), MAX_WIDTH, (64, 128, 256), LANES, ("bfloat16", "float32"))
 
 
-def refuses(case: AttentionCase) -> str | None:
+def refuses(case: AttentionCase, limits: Limits = LIMITS) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
     version = re.search(r"TPU v?(\d+)", str(getattr(case.device, "device_kind", "")))
     if version is not None and int(version[1]) < OLDEST:
         return f"the TPU's kernels need a TPU v{OLDEST} or later, this is a {case.device.device_kind}"
-    reason = _unfit(case)
+    reason = limits.refuses(case)
     return reason and f"the TPU's kernels do not take {reason}"
-
-
-def _unfit(case: AttentionCase) -> str | None:
-    width = case.width
-    if case.pattern == COPIES and width is not None:
-        width = width // case.copies
-    elif case.pattern != TEXT:
-        return f"a {case.pattern}"
-    if width is not None and not 1 <= width <= MAX_WIDTH:
-        return f"a window of {width} rows: 1 to {MAX_WIDTH}"
-    if case.heads % case.kv_heads:
-        return f"{case.heads} query heads for {case.kv_heads} KV heads"
-    if case.head_dim not in (64, 128, 256):
-        return f"head_dim {case.head_dim}: 64, 128 or 256"
-    if case.capacity % LANES:
-        return f"a cache of {case.capacity} positions: a multiple of {LANES}"
-    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"a cache of {jnp.dtype(case.dtype).name}: bfloat16 or float32"
-    return None
 
 
 def tiles_of(*, capacity: int, kv_heads: int, group: int, width: int, head_dim: int) -> tuple[int, int]:
@@ -112,6 +89,123 @@ def attention_cost(
         transcendentals=batch * heads * width * live,
         bytes_accessed=itemsize * batch * head_dim * (2 * kv_heads * live + 2 * heads * width + moved),
     )
+
+
+def span_of(width: int) -> int:
+    """Cache positions, whole hardware tiles, that a window of `width` touches wherever it begins."""
+    return -(-(width + PACKING - 1) // PACKING) * PACKING
+
+
+def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
+    """The matrix unit multiplies float32 in bfloat16 pieces: all of them, where the caller asked for float32."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def rotated(x: Float[Array, "W H"], cos: Float[Array, "W H"], sin: Float[Array, "W H"]) -> Float[Array, "W H"]:
+    """Rotary embedding in float32, with tables of `rotary_tables`."""
+    x = x.astype(jnp.float32)
+    half = x.shape[1] // 2
+    swapped = pltpu.roll(x, half, 1) if 2 * half == LANES else jnp.concatenate([x[:, half:], x[:, :half]], axis=1)
+    return x * cos + swapped * sin
+
+
+def rotary_tables(cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]) -> tuple[Array, Array]:
+    """`[B, W, H]` tables that rotate a whole head at once: `x * cos + swapped halves of x * sin`."""
+    cos, sin = cos[:, :, 0], sin[:, :, 0]
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
+
+
+class Patch:
+    """A window's keys and values on their way through the tiles of attention into the cache: `width` rows, whatever
+    rows of padding follow them in the projection.
+
+    The rows of a tile that the window overwrites are replaced where the tile lies in fast memory, and go from there to
+    the cache while the tile is attended to. Copies move whole hardware tiles, so that rows around the window go, too,
+    as they were. A step writes rows of its own tile alone, which no later step fetches.
+    """
+
+    def __init__(self, start, width: int, tiles, caches, refs):
+        self.row, self.part, self.step = (pl.program_id(axis) for axis in range(3))
+        self.start_at, self.width, self.tiles, self.caches = start[self.row], width, tiles, caches
+        *self.stretches, self.sems = refs
+        self.heads, self.span, self.size = self.stretches[0].shape
+        # The stretch of whole hardware tiles around the window.
+        first = jnp.minimum(jax.lax.div(self.start_at, PACKING) * PACKING, caches[0].shape[2] - self.span)
+        self.first = pl.multiple_of(first, PACKING)
+
+    def prepare(self, qkv_ref, tables) -> None:
+        """New rows, at their places in the stretch of whole hardware tiles.
+
+        A product with zeros and ones moves them, which is exact; registers cannot shift packed rows.
+        """
+        at, row = (jax.lax.broadcasted_iota(jnp.int32, (self.span, qkv_ref.shape[1]), axis) for axis in (0, 1))
+        moves = at == self.start_at - self.first + row
+        for head in range(self.heads):
+            new = _new_rows(qkv_ref, head, self.heads, self.size, tables)
+            for stretch, rows in zip(self.stretches, new):
+                stretch[head] = _moved(moves, rows, self.tiles[0].dtype)
+
+    def _copies(self, then) -> None:
+        """Calls `then(rows of the tile, piece, its first position, copies)` for each hardware tile of this tile."""
+        tile = self.tiles[0].shape[2]
+        heads = pl.ds(self.part * self.heads, self.heads)
+        for piece in range(self.span // PACKING):
+            position = pl.multiple_of(self.first + piece * PACKING, PACKING)
+
+            @pl.when(jax.lax.div(position, tile) == self.step)
+            def _(piece=piece, position=position):
+                rows = pl.ds(pl.multiple_of(position - self.step * tile, PACKING), PACKING)
+                copies = [
+                    pltpu.make_async_copy(
+                        ref.at[0, :, rows], cache.at[self.row, heads, pl.ds(position, PACKING)], self.sems.at[index]
+                    )
+                    for index, (ref, cache) in enumerate(zip(self.tiles, self.caches))
+                ]
+                then(rows, piece, position, copies)
+
+    def start(self) -> None:
+        """Replaces rows of the tile, and sends them."""
+
+        def replace(rows, piece, position, copies):
+            at = position - self.start_at
+            at += jax.lax.broadcasted_iota(jnp.int32, (self.heads, PACKING, self.size), 1)
+            inside = (at >= 0) & (at < self.width)
+            for ref, stretch, copy in zip(self.tiles, self.stretches, copies):
+                new = stretch[:, piece * PACKING : (piece + 1) * PACKING]
+                ref[0, :, rows] = jnp.where(inside, new, ref[0, :, rows].astype(jnp.float32)).astype(ref.dtype)
+                copy.start()
+
+        self._copies(replace)
+
+    def wait(self) -> None:
+        """Until what was sent has arrived."""
+        self._copies(lambda rows, piece, position, copies: [copy.wait() for copy in copies])
+
+
+def _moved(moves: Bool[Array, "P W"], new: Float[Array, "W H"], dtype: DTypeLike) -> Float[Array, "P H"]:
+    moved = jax.lax.dot_general(
+        moves.astype(dtype),
+        new.astype(dtype),
+        (((1,), (0,)), ((), ())),
+        precision=precision_of(dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.where(moved >= UNFIT, jnp.nan, moved)
+
+
+def _new_rows(qkv_ref, head: int, heads: int, size: int, tables) -> tuple[Float[Array, "W H"], Float[Array, "W H"]]:
+    """Rotated keys, and values of a KV head, `contained` with `UNFIT` in the place of NaN."""
+    members = qkv_ref.shape[2] // (heads * size)
+    column = (head * members + members - 2) * size
+    k, v = (qkv_ref[0, :, at : at + size].astype(jnp.float32) for at in (column, column + size))
+    k = rotated(k, *tables)
+    fine = jnp.abs(v) < UNFIT
+    return jnp.where(fine & (jnp.abs(k) < UNFIT), k, UNFIT), jnp.where(fine, v, 0.0)
+
+
+def in_hbm(cache: Array, interpret: bool) -> Array:
+    """Keeps XLA from copying a whole cache, dead capacity too, into fast memory and back around each kernel."""
+    return cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM)
 
 
 def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref, k_ref, v_ref, out_ref, *refs):
@@ -192,8 +286,8 @@ def attend(
 ) -> tuple[Queries, LayerCache]:
     """Rotates queries and keys, attends, and writes the window's keys and values into the cache, in place.
 
-    One kernel instead of `write_window` and another one: no round trip to the cache lies before a tile's scores.
-    What lies beyond the last tile with a live position is not written.
+    One kernel for all: no round trip to the cache lies before a tile's scores. What lies beyond the last tile with a
+    live position is not written.
 
     Args:
       qkv: of each KV head its G query heads, its key and its value.
@@ -205,17 +299,15 @@ def attend(
 
 
 def _attend_copies(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, interpret: bool):
-    """Writes and attends for as many whole groups at a time as the kernel takes rows.
+    """Attends for as many whole groups at a time as the kernel takes rows.
 
     18 copies of 8 rows: parts of 16 and of 2. All are written first, as copies may see each other's slots.
     """
+    _, k, v = rotated_heads(qkv, window.cos, window.sin)
+    cache = write_windows(cache, k, v, window.start)
     width, size = qkv.shape[1], qkv.shape[1] // window.seen.shape[1]
     step = MAX_WIDTH // size * size
     parts = [slice(at, min(at + step, width)) for at in range(0, width, step)]
-    for part in parts:
-        some = window.part(part)
-        tables = rotary_tables(some.cos, some.sin)
-        cache = write_window(*cache, qkv[:, part], some.start, tables, interpret=interpret)
     outputs = [attend_written(qkv[:, part], cache, window.part(part), interpret=interpret) for part in parts]
     return jnp.concatenate(outputs, axis=1), cache
 

@@ -14,14 +14,14 @@ from failfast_jax.axes import Queries
 from failfast_jax.kernels import tpu_attention
 from failfast_jax.kernels.attention_window import TEXT, AttentionCase, LayerCache, Window
 from failfast_jax.kernels.plain_attention import HIDDEN
-from failfast_jax.kernels.tpu_write import LANES
+
+LANES = tpu_attention.LANES
+LIMITS = dataclasses.replace(tpu_attention.LIMITS, patterns=(TEXT,), rows=None)
 
 
 def refuses(case: AttentionCase) -> str | None:
-    """Returns why `attend` cannot serve a case, or None if it can: any number of rows of a text."""
-    if case.pattern != TEXT:
-        return f"prompts with a {case.pattern}"
-    return tpu_attention.refuses(dataclasses.replace(case, width=None))
+    """Returns why `attend` cannot serve a case, or None if it can."""
+    return tpu_attention.refuses(case, LIMITS)
 
 
 def _sees(last: Array, positions: Array) -> Array:

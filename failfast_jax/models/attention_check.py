@@ -62,18 +62,14 @@ def check_attention(
         return float(jnp.abs(values - right).max() / jnp.abs(right).max())
 
     inside = slice(start, start + rows)
-    others = [
-        jnp.array_equal(after[:, :, part], before[:, :, part])
-        for after, before in zip(written, cache)
-        for part in (slice(start), slice(start + rows, None))
-    ]
+    others = [[x.at[:, :, inside].set(0) for x in caches] for caches in (written, cache)]
     same = [jax.tree.map(jnp.array_equal, (output, written), results) for results in again]
     return {
         "kernel": kernel,
         "dtype": dtype.name,
         "error": error(output, expected),
         "cache_error": max(error(a[:, :, inside], b[:, :, inside]) for a, b in zip(written, kept)),
-        "others_kept": bool(all(others)),
+        "others_kept": bool(jax.tree.all(jax.tree.map(jnp.array_equal, *others))),
         "repeatable": bool(jax.tree.all(same)),
         "seconds": time.perf_counter() - begin,
     }

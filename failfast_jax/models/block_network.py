@@ -26,17 +26,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels.attention_window import Window
-from failfast_jax.kernels.kernel_table import attend, write_windows
-from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads
+from failfast_jax.kernels.kernel_table import attend
+from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads, write_windows
 from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, FeatureModel, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
-from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import ONE_DEVICE, on_every_device
 from failfast_jax.models.transformer import Decoder
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class DSparkConfig:
       feature_layers: target layers whose outputs it reads (-1: the embedding), in the order of `fc`'s inputs.
       num_target_layers: layers of its target; None: not known.
       own_row: row j drafts the token at its own position (z-lab), not the next one (DeepSpec).
-      markov: kind of its Markov head, one of `markov.MARKOV_HEADS`, or None.
+      markov: kind of its Markov head, one of `MARKOV_HEADS`, or None.
       markov_rank: size of the Markov head's vectors.
       confidence: it has a confidence head.
       confidence_sees_markov: which reads the token before each row, too.
@@ -127,6 +128,49 @@ class RowInputs(nnx.Module):
         return self.token(tokens) + places + self.fuse(fused)[..., None, :]
 
 
+class MarkovHead(nnx.Module):
+    """DSpark's correction of each row's logits for the token that was drafted before it, from left to right."""
+
+    def __init__(self, kind: str, *, vocab: int, drafted: int, size: int, rank: int, dtype: DTypeLike, rngs: nnx.Rngs):
+        """
+        Args:
+          kind: one of `MARKOV_HEADS`.
+          drafted: tokens of the vocabulary that can be drafted.
+          size: of hidden states.
+        """
+        make = functools.partial(Linear, dtype=dtype, rngs=rngs)
+        self.rank = rank
+        self.w1 = nnx.Param(jax.random.normal(rngs.params(), (vocab, rank), dtype) * rank**-0.5)
+        self.w2 = make((drafted,), rank, bias=False)
+        self.gate = make((rank,), size + rank, bias=True) if kind == "gated" else None
+        self.joint = make((3 * rank,), size + 2 * rank, bias=True) if kind == "rnn" else None
+
+    def embedded(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R r"]:
+        """Codes of the preceding tokens."""
+        return self.w1[...][tokens]
+
+    def step(
+        self, state: Float[Array, "*R r"], before: Float[Array, "*R r"], hidden: Float[Array, "*R E"]
+    ) -> tuple[Float[Array, "*R r"], Float[Array, "*R r"]]:
+        """One row: the next state (used by `rnn` alone, zero at the first row), and what `bias` projects.
+
+        Args:
+          before: see `embedded`.
+          hidden: the row's.
+        """
+        if self.gate is not None:
+            return state, before * jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, before], -1)))
+        if self.joint is None:
+            return state, before
+        gate, candidate, out = jnp.split(self.joint(jnp.concatenate([state, before, hidden], -1)), 3, axis=-1)
+        gate = jax.nn.sigmoid(gate)
+        return gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(out)
+
+    def bias(self, code: Float[Array, "*R r"]) -> Float[Array, "*R v"]:
+        """The addition to a row's logits (float32)."""
+        return self.w2(code, jnp.float32)
+
+
 class DSpark(nnx.Module):
     """The drafter's own layers and heads; see the module's docstring."""
 
@@ -184,12 +228,11 @@ class DSpark(nnx.Module):
     @on_every_device
     def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
         """Writes the context of positions `start ...` into the cache."""
-        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(features.shape[1]))
         written = []
         for layer, layer_cache, context in zip(self.layers, cache.layers, self.contexts(features)):
             k, v = layer.attention.keys_and_values(context)
-            written.append(write_windows(layer_cache, apply_rope(k, cos, sin), v, start, kernel=kernel))
+            written.append(write_windows(layer_cache, apply_rope(k, cos, sin), v, start))
         return KVCache.of(written)
 
     @on_every_device
@@ -285,7 +328,7 @@ def block_attention(
 
 @flax.struct.dataclass
 class DSparkModel(FeatureModel):
-    """A drafter with an embedding and a head, its target's wherever they are the same; a `DrafterModel`."""
+    """A drafter with an embedding and a head, its target's wherever they are the same; see `drafter_model`."""
 
     network: DSpark
     embed: Float[Array, "V E"]
@@ -298,10 +341,12 @@ class DSparkModel(FeatureModel):
 
     @property
     def method(self) -> str:
+        """The method that drafts with it unless a request names another."""
         return self.config.method
 
     @property
     def rows(self) -> int:
+        """Most tokens that a draft may have."""
         return self.config.rows
 
     def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:

@@ -1,15 +1,26 @@
-"""The interface between models that draft and drafters.
+"""Models that draft for a target: what drafters read of them, and the base of those that read hidden states.
 
-`transformer.Decoder`, a whole model with its own embedding and head, satisfies it. So do the models that read the
-target's hidden states: `block_network.DSparkModel` (a few layers that fill a block) and `eagle_network.BoundEagle` (one
-layer that continues from its own hidden states). The passes of models differ too much to be shared: each drafter in
-`drafters/` serves the models of some kinds.
+`transformer.Decoder` is one, a whole model with its own embedding and head. So are the models that read the target's
+hidden states: `block_network.DSparkModel` and `eagle_network.BoundEagle`. Their passes differ too much to be shared:
+each drafter in `drafters/` serves the models of some kinds. All are pytrees and have:
+
+- `kind`: inputs, and tokens per pass.
+- `method`: the method that drafts with it unless a request names another.
+- `rows`: most tokens that a draft may have, which training fixed; None: any number.
+- `feature_layers`: target layers (0-based; -1: the embedding) whose outputs it reads: the axis F of features; () for
+  none.
+- `context`: most positions that it can attend to; None: as many as its target.
+- `dtype`: of its own parameters and its cache.
+- `execution`: the attention kernel, and the devices it is spread over.
+- `init_cache(batch, capacity)`: an empty cache for `batch` sequences of at most `capacity` positions.
+- `shares_tokens(target)`: true if its tokens are its target's by construction, so that no tokenizers need be compared.
+- `spread(mesh, kernel=, drafter=)`, `quantized(scheme)`: the model as an engine runs it; see `Decoder`.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,55 +40,6 @@ cache of the text. `feature-block`: fills up to `rows` of them, from the target'
 a pass, from the target's hidden states and then from its own."""
 
 
-@runtime_checkable
-class DrafterModel(Protocol):
-    """A model that drafts for a target; a pytree."""
-
-    @property
-    def kind(self) -> Kind:
-        """Kind of the model: its inputs, and tokens per pass."""
-
-    @property
-    def method(self) -> str:
-        """The method that drafts with it unless a request names another."""
-
-    @property
-    def rows(self) -> int | None:
-        """Most tokens that a draft may have, which training fixed; None: any number."""
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Target layers (0-based; -1: the embedding) whose outputs it reads: the axis F of features; () for none."""
-
-    @property
-    def context(self) -> int | None:
-        """Most positions that it can attend to; None: as many as its target."""
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Type of its own parameters and its cache."""
-
-    @property
-    def execution(self) -> Execution:
-        """The attention kernel, and the devices it is spread over."""
-
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` sequences of at most `capacity` positions."""
-
-    def shares_tokens(self, target: ModelConfig) -> bool:
-        """Returns true if its tokens are its target's by construction, so that no tokenizers need be compared."""
-
-    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> DrafterModel:
-        """The model as an engine runs it: its execution set, its parameters spread over the mesh (if any).
-
-        Raises:
-          OptionError: it cannot be spread so; what does not divide evenly is left whole if it is a drafter.
-        """
-
-    def quantized(self, scheme: str) -> DrafterModel:
-        """The model with the weight of every `Linear` of its own quantised; see `quantization`."""
-
-
 class FeatureModel:
     """Base of models that read the target's hidden states: a network, and the embedding and head that it is bound to.
 
@@ -89,17 +51,17 @@ class FeatureModel:
 
     @property
     def config(self) -> Any:
-        """The network's."""
+        """The network\'s."""
         return self.network.config
 
     @property
     def execution(self) -> Execution:
-        """The network's."""
+        """The network\'s."""
         return self.network.execution
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The network's."""
+        """The network\'s."""
         return self.network.dtype
 
     @property

@@ -29,8 +29,6 @@ from failfast_jax.models.sharding import ONE_DEVICE, on_every_device
 
 EACH, TOGETHER = "each", "together"
 """Norms of features before they are fused: one for each, or one for all."""
-ROWS = 8
-"""On accelerators passes are padded to multiples of this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +137,6 @@ class Eagle(nnx.Module):
     ) -> tuple[Float[Array, "B W E"], KVCache]:
         """One pass over pairs at slots `start .. start + W - 1` of each sequence, whose keys and values it writes.
 
-        Up to `ROWS - 1` slots after them are overwritten, too: accelerators compute whole tiles of rows.
-
         Args:
           embedded: embeddings of the pairs' tokens.
           live: leading slots to read, at least `max(start) + W` over the rows whose result matters.
@@ -149,23 +145,14 @@ class Eagle(nnx.Module):
         Returns:
           Hidden states of the next pairs (see `logits_of`), and the cache.
         """
-        base, width = self.config.base, embedded.shape[1]
+        base = self.config.base
         kernel = self.execution.resolved(self.dtype, base.head_dim)
-        if kernel not in ("reference", "cpu") and width % ROWS:
-
-            def padded(x: Array) -> Array:
-                return jnp.pad(x, ((0, 0), (0, -width % ROWS), *[(0, 0)] * (x.ndim - 2)))
-
-            embedded, hidden = padded(embedded), padded(hidden)
-            if level is not None:
-                level = level.replace(positions=padded(level.positions), visible=padded(level.visible))
         positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
         tree = {} if level is None else {"tree_start": level.first, "visible": level.visible}
         window = Window(*rotary(base, positions), start, live, back=self.config.sliding_window, **tree)
         here = functools.partial(attend, cache=cache.layers[0], window=window, kernel=kernel)
         out, written = self.layers[0](embedded.astype(self.dtype), hidden, here)
-        out = self.norm(out) if self.config.normed_output else out
-        return out[:, :width], KVCache.of([written])
+        return self.norm(out) if self.config.normed_output else out, KVCache.of([written])
 
     @jax.named_scope("head")
     @on_every_device
@@ -176,7 +163,7 @@ class Eagle(nnx.Module):
 
 @flax.struct.dataclass
 class BoundEagle(FeatureModel):
-    """An EAGLE-3 drafter with an embedding and the tokens it drafts; a `drafter_model.DrafterModel`."""
+    """An EAGLE-3 drafter with an embedding and the tokens it drafts; see `drafter_model`."""
 
     network: Eagle
     embed: Float[Array, "V E"] | None

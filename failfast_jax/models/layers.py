@@ -6,6 +6,8 @@ RMSNorm, rotary embeddings and softmax run in float32, everything else in the mo
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, total
+from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put, total, whole
 
 
 class Linear(nnx.Module):
@@ -39,26 +43,21 @@ class Linear(nnx.Module):
         preferred: DTypeLike | None = None,
         over: Axis = None,
         multiply: Callable[..., Array] = product,
+        outputs: slice = slice(None),
     ) -> Float[Array, "*R O"]:
-        """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
-        return self.some(slice(None), x, preferred, over, multiply)
-
-    def some(
-        self,
-        which: slice,
-        x: Float[Array, "*R I"],
-        preferred: DTypeLike | None = None,
-        over: Axis = None,
-        multiply: Callable[..., Array] = product,
-    ) -> Float[Array, "*R O"]:
-        """Only some of the outputs: a slice of the last output axis."""
+        """
+        Args:
+          preferred: dtype of the result; None: that of `x`.
+          over: mesh axis over which the inputs are spread, inside a `shard_map`.
+          outputs: slice of the last output axis that is computed.
+        """
         weight, scale, bias = (None if p is None else p[...] for p in (self.weight, self.scale, self.bias))
-        weight = weight[..., which, :].reshape(-1, weight.shape[-1])
+        weight = weight[..., outputs, :].reshape(-1, weight.shape[-1])
         y = multiply(x, weight, preferred if scale is None else jnp.float32)
         if scale is not None:  # only sums and scales are rounded
-            y = (y * scale[..., which, :].reshape(-1)).astype(preferred or x.dtype)
+            y = (y * scale[..., outputs, :].reshape(-1)).astype(preferred or x.dtype)
         y = total(y, over)
-        return y if bias is None else y + bias[..., which].reshape(-1)
+        return y if bias is None else y + bias[..., outputs].reshape(-1)
 
 
 class RMSNorm(nnx.Module):
@@ -107,7 +106,7 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "*R I"], attend: Attend, over: Axis = None) -> tuple[Float[Array, "*R E"], Any]:
         """Returns the addition to the residual stream, and what `attend` carries; `over`: see `Linear`."""
         heads, carry = attend(self.heads(x))
-        return self.output(heads, over), carry
+        return self.o(heads.reshape(*heads.shape[:-2], -1), over=over), carry
 
     def heads(self, x: Float[Array, "*R I"]) -> Float[Array, "*R K G2 H"]:
         """Projects to the query heads, the key and the value of each KV head, not rotated.
@@ -128,13 +127,63 @@ class Attention(nnx.Module):
         """Keys (normed, not rotated) and values alone, for positions that are looked at and do not look."""
         config = self.config
         queries = config.num_heads // config.num_kv_heads * config.head_dim
-        heads = self.qkv.some(slice(queries, None), x).reshape(*x.shape[:-1], -1, 2, config.head_dim)
+        heads = self.qkv(x, outputs=slice(queries, None)).reshape(*x.shape[:-1], -1, 2, config.head_dim)
         k, v = heads[..., 0, :], heads[..., 1, :]
         return k if self.k_norm is None else self.k_norm(k), v
 
-    def output(self, heads: Float[Array, "*R Q H"], over: Axis = None) -> Float[Array, "*R E"]:
-        """The output projection of all heads."""
-        return self.o(heads.reshape(*heads.shape[:-2], -1), over=over)
+    def with_copies(self, copies: int, mesh: Mesh, axis: Axis) -> Attention:
+        """The same attention with each KV head stored `copies` times, the leading axis of `qkv` spread over `axis`."""
+        config, clone = self.config, copy.copy(self)
+
+        def changed(tree: Any, change: Callable[..., Array], spec: P) -> Any:
+            change = functools.partial(change, config=config, copies=copies)
+
+            def leaf(value: Any) -> Any:
+                if isinstance(value, jax.ShapeDtypeStruct):
+                    return jax.eval_shape(change, value)
+                # On every device by itself: over all of them at once, XLA would make them exchange parts.
+                return put(change(whole(value)), NamedSharding(mesh, spec))
+
+            return jax.tree.map(leaf, tree)
+
+        clone.config = config_with_copies(config, copies)
+        clone.qkv, clone.o = changed(self.qkv, _copied_kv_heads, P(axis)), copy.copy(self.o)
+        clone.o.weight = changed(self.o.weight, _padded_queries, P(None, axis))
+        return clone
+
+
+def config_with_copies(config: ModelConfig, copies: int) -> ModelConfig:
+    """The configuration of a model whose KV heads are stored `copies` times; its query heads are padded to fit."""
+    heads = config.num_kv_heads
+    return dataclasses.replace(config, num_kv_heads=heads * copies, num_heads=heads * _padded_group(config, copies))
+
+
+def _padded_group(config: ModelConfig, copies: int) -> int:
+    """Query heads a KV head, so that each of its `copies` has as many: heads of zeros make up what is missing."""
+    return -(-config.num_heads // config.num_kv_heads // copies) * copies
+
+
+@functools.partial(jax.jit, static_argnames=("config", "copies"))
+def _padded_queries(weight: Float[Array, "E O"], config: ModelConfig, copies: int) -> Float[Array, "E P"]:
+    """The output projection with columns of zeros for heads that only fill up a group."""
+    group = config.num_heads // config.num_kv_heads
+    weight = weight.reshape(weight.shape[0], config.num_kv_heads, group, config.head_dim)
+    more = _padded_group(config, copies) - group
+    return jnp.pad(weight, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(weight.shape[0], -1)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "copies"))
+def _copied_kv_heads(weight: Array, config: ModelConfig, copies: int) -> Array:
+    """`[K, (G + 2) * H, ...]` as `[K * copies, (G' / copies + 2) * H, ...]`: each key and value repeated, and G' of
+    `_padded_group`."""
+    group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
+    padded = _padded_group(config, copies)
+    weight = weight.reshape(config.num_kv_heads, group + 2, head_dim, *weight.shape[2:])
+    queries = jnp.pad(weight[:, :group], [(0, 0), (0, padded - group), *[(0, 0)] * (weight.ndim - 2)])
+    queries = queries.reshape(config.num_kv_heads * copies, padded // copies, *weight.shape[2:])
+    shared = jnp.repeat(weight[:, group:], copies, axis=0)
+    joined = jnp.concatenate([queries, shared], axis=1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])
 
 
 class MLP(nnx.Module):

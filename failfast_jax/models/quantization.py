@@ -94,19 +94,15 @@ def _places(place: jax.sharding.Sharding | None, ndim: int) -> tuple[Any, Any]:
     return place, NamedSharding(place.mesh, P(*spec[:-1], None))
 
 
-def with_rounded_matrices(node: Any) -> Any:
+def with_rounded_matrices(module: Any) -> Any:
     """A module with the weight of every `Linear` in it rounded; arrays, or abstract ones."""
-    if isinstance(node, Linear):
-        if node.scale is not None:
+
+    def with_rounded(node: Any) -> Any:
+        if not isinstance(node, Linear) or node.scale is not None:
             return node
         node = copy.copy(node)
         weight, scale = rounded(node.weight.get_value())
         node.weight, node.scale = node.weight.replace(weight), nnx.Param(scale)
         return node
-    if isinstance(node, nnx.List):
-        return type(node)([with_rounded_matrices(child) for child in node])
-    node = copy.copy(node)
-    for name, child in list(vars(node).items()):
-        if isinstance(child, nnx.Module):
-            setattr(node, name, with_rounded_matrices(child))
-    return node
+
+    return jax.tree.map(with_rounded, module, is_leaf=lambda node: isinstance(node, Linear))

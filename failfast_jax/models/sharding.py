@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -106,18 +107,15 @@ DATA, TENSOR = "data", "tensor"
 """Mesh axes: of the batch, and of everything else."""
 
 LOGICAL_AXES = (
-    (r"embed$", ("vocab", None)),
-    (r"head\.(weight|scale)$", ("vocab", None)),
-    (r"attention\.qkv\.(weight|scale)$", ("heads", None, None)),
-    (r"attention\.qkv\.bias$", ("heads", None)),
+    (r"(embed|head\.(weight|scale))$", ("vocab",)),
+    (r"attention\.qkv\.", ("heads",)),
     (r"attention\.o\.weight$", (None, "heads")),
-    (r"mlp\.gate_up\.(weight|scale)$", (None, "mlp", None)),
-    (r"mlp\.gate_up\.bias$", (None, "mlp")),
+    (r"mlp\.gate_up\.", (None, "mlp")),
     (r"mlp\.down\.weight$", (None, "mlp")),
     (r"(attention\.o|mlp\.down)\.scale$", ()),
     (r".*(norm|bias).*", ()),
 )
-"""Names of parameters, and the logical axis of each of their dimensions: fields of `Execution`."""
+"""Names of parameters, and the logical axis of each of their first dimensions: fields of `Execution`."""
 
 
 def parameter_spec(name: str, execution: Execution) -> P:
@@ -171,30 +169,22 @@ def from_blocks(blocks: Blocks, place: Sharding, shape: tuple[int, ...]) -> jax.
 
 
 def put(value: ArrayLike, place: Sharding, name: str = "an array") -> jax.Array:
-    """`jax.device_put` that sends nothing between processes: each has the value, or all that its devices shall hold.
+    """`jax.device_put` that sends nothing between processes: each has the whole value, or the parts of its devices.
 
     Raises:
-      ValueError: a part of it lies on another process alone; says `name`. See `whole`.
+      ValueError: the parts of a value are elsewhere than `place` has them; says `name`. See `whole`.
     """
     if place.is_fully_addressable:
         return jax.device_put(value, place)
-    if not isinstance(value, jax.Array):
-        value = np.asarray(value)
-        return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
-    if value.sharding.is_equivalent_to(place, value.ndim):
-        parts = [shard.data for shard in value.addressable_shards]
-        return jax.make_array_from_single_device_arrays(value.shape, place, parts)
-    held = {_block(shard.index, value.shape): shard.data for shard in value.addressable_shards}
-
-    def found(part: tuple[slice, ...]) -> np.ndarray:
-        wanted = _block(part, value.shape)
-        for block, data in held.items():
-            if all(start <= low and high <= end for (start, end), (low, high) in zip(block, wanted)):
-                inside = tuple(slice(low - start, high - start) for (start, _), (low, high) in zip(block, wanted))
-                return np.asarray(data)[inside]
-        raise ValueError(f"{name} {list(value.shape)}: another process has {wanted}, and parts are not sent")
-
-    return jax.make_array_from_callback(value.shape, place, found)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if value.sharding.is_equivalent_to(place, value.ndim):
+            parts = [shard.data for shard in value.addressable_shards]
+            return jax.make_array_from_single_device_arrays(value.shape, place, parts)
+        if not value.is_fully_replicated:
+            raise ValueError(f"{name} {list(value.shape)}: parts on other processes are not sent")
+        value = value.addressable_data(0)
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
 
 
 def whole(value: Array) -> Array:
@@ -205,35 +195,25 @@ def whole(value: Array) -> Array:
     if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
         return value
     if not value.is_fully_replicated:
-        value = jax.block_until_ready(_gathered(value.sharding)(value))
+        gather = jax.jit(_same, out_shardings=NamedSharding(value.sharding.mesh, P()))
+        value = jax.block_until_ready(gather(value))
     return value.addressable_data(0)
 
 
-@functools.cache
-def _gathered(place: NamedSharding) -> Callable:
-    return jax.jit(lambda value: value, out_shardings=NamedSharding(place.mesh, P()))
+def _same(value: Array) -> Array:
+    return value
 
 
 def equal(value: np.ndarray, array: jax.Array) -> bool:
     """True if an array holds these values, on whichever processes it lies."""
     if array.is_fully_addressable:
         return np.array_equal(value, np.asarray(array))
-    return bool(_equal(put(value, array.sharding), array))
-
-
-_equal = jax.jit(lambda x, y: (x == y).all())
+    return bool(jax.jit(jnp.array_equal)(put(value, array.sharding), array))
 
 
 def constrain_rows(tree: Any, execution: Execution) -> Any:
     """Tells XLA that arrays are spread like the batch, their leading axis, and otherwise whole on every device."""
-    if execution.mesh is None:
-        return tree
-
-    def placed(x: Array) -> Array:
-        spec = P(execution.batch) if x.ndim else P()
-        return jax.lax.with_sharding_constraint(x, NamedSharding(execution.mesh, spec))
-
-    return jax.tree.map(placed, tree)
+    return jax.tree.map(lambda x: constrain(x, execution, P(execution.batch) if x.ndim else P()), tree)
 
 
 def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] | None = None) -> Mesh:
@@ -250,9 +230,8 @@ def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] 
         if value < 1:
             raise OptionError(f"--{flag}-parallel {value}: must be at least 1")
     if tensor * data > count:
-        raise OptionError(
-            f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {jax.default_backend()} devices"
-        )
+        platform = jax.default_backend()
+        raise OptionError(f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {platform} devices")
     if processes > 1 and tensor * data < count:
         raise OptionError(
             f"--tensor-parallel {tensor} (x {data} data-parallel): {processes} processes have {count} devices "
@@ -292,33 +271,23 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
       OptionError: the target's heads or its MLP do not divide over the devices.
     """
     tensor, data = mesh.shape[TENSOR], mesh.shape[DATA]
-    copies, mlp = kv_copies(config, tensor), config.intermediate_size % tensor == 0
-    heads = copies is not None
+    heads, mlp = kv_copies(config, tensor) is not None, config.intermediate_size % tensor == 0
     if not drafter and not (heads and mlp):
-        what = (
-            f"the MLP's {config.intermediate_size} features" if heads else f"{config.num_kv_heads} key and value heads"
-        )
+        uneven = f"{config.num_kv_heads} key and value heads"
+        uneven = f"the MLP's {config.intermediate_size} features" if heads else uneven
+        advice = _advice(config, max(mesh.size, len(jax.devices())))
         raise OptionError(
-            f"--tensor-parallel {tensor}: {what} cannot be spread evenly over {tensor} devices; "
-            f"{_advice(config, max(mesh.size, len(jax.devices())))}"
+            f"--tensor-parallel {tensor}: {uneven} cannot be spread evenly over {tensor} devices; {advice}"
         )
-    spread = TENSOR if tensor > 1 else None
-    return Execution(
-        kernel=kernel,
-        mesh=mesh,
-        batch=DATA if data > 1 else None,
-        heads=spread if heads else None,
-        mlp=spread if mlp else None,
-        vocab=spread if config.vocab_size % tensor == 0 else None,
-    )
+    even = {"heads": heads, "mlp": mlp, "vocab": config.vocab_size % tensor == 0}
+    axes = {name: TENSOR if tensor > 1 and fits else None for name, fits in even.items()}
+    return Execution(kernel, mesh, batch=DATA if data > 1 else None, **axes)
 
 
 def check_batch(batch: int, mesh: Mesh) -> None:
     """Raises OptionError: the data axis does not divide the batch."""
-    if batch % mesh.shape[DATA]:
-        raise OptionError(
-            f"a batch of {batch} over {mesh.shape[DATA]} data-parallel groups: must be a multiple of their number"
-        )
+    if batch % (groups := mesh.shape[DATA]):
+        raise OptionError(f"a batch of {batch} over {groups} data-parallel groups: must be a multiple of their number")
 
 
 def placement(config: ModelConfig, mesh: Mesh, *, drafter: bool = False) -> Callable[[str, tuple[int, ...]], Any]:

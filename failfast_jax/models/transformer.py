@@ -26,10 +26,9 @@ from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import dense_attention, rotated_heads
 from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models import quantization
-from failfast_jax.models.drafter_model import Kind
-from failfast_jax.models.head_copies import attention_with_copies, config_with_copies
-from failfast_jax.models.kv_cache import KVCache, move_slots, round_up
-from failfast_jax.models.layers import Layer, Linear, RMSNorm
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, Kind
+from failfast_jax.models.kv_cache import KVCache, move_slots
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, config_with_copies
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import (
@@ -42,6 +41,7 @@ from failfast_jax.models.sharding import (
     parameter_specs,
     put,
     total,
+    whole,
 )
 from failfast_jax.util import numerics
 
@@ -56,8 +56,6 @@ def _layer_window(
     def run(layer, x, cache, window):
         return layer(x, functools.partial(attend, cache=cache, window=window, kernel=kernel), execution)
 
-    if execution.mesh is None:
-        return run(layer, x, cache, window)
     rows, heads = P(execution.batch), P(execution.batch, execution.heads)
     places = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), window)
     specs = (parameter_specs(layer, execution), rows, heads, places)
@@ -65,7 +63,7 @@ def _layer_window(
 
 
 class Decoder(nnx.Module):
-    """The decoder-only transformer; a target, or a drafter (`drafter_model.DrafterModel`).
+    """The decoder-only transformer; a target, or a drafter (`drafter_model`).
 
     Attributes:
       config: what it was built from.
@@ -85,11 +83,8 @@ class Decoder(nnx.Module):
         )
         self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear((config.vocab_size,), config.hidden_size, bias=False, dtype=dtype, rngs=rngs)
-        )
+        make = functools.partial(Linear, (config.vocab_size,), config.hidden_size, bias=False, dtype=dtype)
+        self.head = None if config.tie_embeddings else make(rngs=rngs)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -164,11 +159,8 @@ class Decoder(nnx.Module):
             written.append(layer_cache)
             if index in feature_layers:
                 features[index] = x
-        stacked = (
-            jnp.stack([features[index] for index in feature_layers], axis=2)
-            if feature_layers
-            else jnp.zeros((*tokens.shape, 0, self.config.hidden_size), x.dtype)
-        )
+        none = jnp.zeros((*tokens.shape, 0, self.config.hidden_size), x.dtype)
+        stacked = jnp.stack([features[index] for index in feature_layers], axis=2) if feature_layers else none
         return self.norm(x), KVCache.of(written), stacked
 
     def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B M"], width: int) -> KVCache:
@@ -232,13 +224,11 @@ class Decoder(nnx.Module):
         ids = np.asarray(ids)
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
             raise ValueError(f"ids must be a non-empty [B, L] integer array, got {ids.dtype} {ids.shape}")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            bad = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
+        if (outside := ids[(ids < 0) | (ids >= self.config.vocab_size)]).size:
+            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
         length = ids.shape[1]
-        bucket = round_up(length, math.lcm(64, self.config.block_size))
-        padded = np.zeros((ids.shape[0], bucket), np.int32)
-        padded[:, :length] = ids
+        padding = -length % math.lcm(64, self.config.block_size)
+        padded = np.pad(ids.astype(np.int32), ((0, 0), (0, padding)))
         return _forward(self, padded, np.int32(length))[:, :length]
 
     # -- devices and types -------------------------------------------------------------------------------
@@ -256,7 +246,7 @@ class Decoder(nnx.Module):
         model.config = config_with_copies(self.config, copies)
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
-            layer.attention = attention_with_copies(layer.attention, copies, execution.mesh, execution.heads)
+            layer.attention = layer.attention.with_copies(copies, execution.mesh, execution.heads)
         model.layers = type(self.layers)(layers)
         return model
 
@@ -270,11 +260,7 @@ class Decoder(nnx.Module):
           OptionError: see `sharding.execution_of`.
         """
         if mesh is None:
-            if kernel is None:
-                return self
-            model = copy.copy(self)
-            model.execution = Execution(kernel=kernel)
-            return model
+            return self if kernel is None else self.with_execution(Execution(kernel=kernel))
         execution = execution_of(self.config, mesh, drafter=drafter, kernel=kernel)
         model = self.with_execution(execution)
         specs = parameter_specs(model, execution)
@@ -300,7 +286,7 @@ class Decoder(nnx.Module):
             model.head = nnx.data(quantization.with_rounded_matrices(head))
         return model
 
-    # -- as a drafter: see `drafter_model.DrafterModel` --------------------------------------------------
+    # -- as a drafter: see `drafter_model` --------------------------------------------------
 
     def with_block_size(self, block_size: int) -> Decoder:
         """The same weights under another block of block diffusion."""
@@ -310,14 +296,17 @@ class Decoder(nnx.Module):
 
     @property
     def kind(self) -> Kind:
-        return "block-diffusion" if self.config.is_diffusion else "autoregressive"
+        """Block diffusion, or one token per pass."""
+        return BLOCK_DIFFUSION if self.config.is_diffusion else AUTOREGRESSIVE
 
     @property
     def method(self) -> str:
+        """The method that drafts with it unless a request names another."""
         return "failfast" if self.config.is_diffusion else "ar"
 
     @property
     def context(self) -> int:
+        """Most positions that it can attend to."""
         return self.config.max_position_embeddings
 
     def shares_tokens(self, target: ModelConfig) -> bool:
@@ -333,3 +322,43 @@ def _floats(weight: Array, scale: Array, dtype: DTypeLike) -> Array:
 @jax.jit
 def _forward(model: Decoder, ids: Int[Array, "B L"], length: Int[Array, ""]) -> Float[Array, "B L V"]:
     return model.forward(ids, length)
+
+
+def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> Decoder:
+    """A block-diffusion drafter with its target's embedding and head, each one row longer: its own mask, which is never
+    predicted.
+
+    Args:
+      model: of a configuration made by `ModelConfig.with_mask_row`; only its layers and final norm are used.
+    """
+    model = copy.copy(model)
+    embed = whole(target.embed[...]).astype(target.dtype)  # the mask may need all of its bits
+    model.embed = type(target.embed)(_with_row(embed, whole(mask)))
+    model.head = None
+    # A quantised head of a tied embedding is made again from the new one, if at all.
+    if not target.config.tie_embeddings:
+        weight = whole(target.head_weight)
+        # Made anew rather than copied: inside `jax.grad` a module of an outer trace may not be changed.
+        model.head = nnx.merge(*nnx.split(target.head))
+        model.head.weight = type(target.head.weight)(_with_row(weight, jnp.zeros_like(weight[0])))
+        model.head.scale = None
+    return model
+
+
+def mean_embedding(target: Decoder) -> Float[Array, " E"]:
+    """The least surprising input that stands for no token: what an untrained mask looks like (float32)."""
+    return _mean(target.embed[...])
+
+
+def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
+    """An autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
+
+    Shares all weights with `target` except the embedding and the head, which gain one row.
+    """
+    clone = copy.copy(target)
+    clone.config = target.config.with_mask_row(target.config.num_layers, block_size)
+    return with_borrowed(clone, target, mean_embedding(target))
+
+
+_mean = jax.jit(lambda embed: jnp.mean(embed.astype(jnp.float32), axis=0))
+_with_row = jax.jit(lambda weight, row: jnp.concatenate([weight, row[None].astype(weight.dtype)]))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
-from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.drafter_model import FeatureModel
 from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
@@ -126,7 +126,7 @@ def device_reads(model: Decoder) -> Callable[[float], float]:
     return lambda live: weights + cache_bytes(model.config, live, itemsize) / parts
 
 
-def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, execution: Execution) -> DrafterModel:
+def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, execution: Execution) -> FeatureModel:
     """Returns a drafter of shapes that reads the hidden states of a target of shapes and borrows its embedding."""
     make = DSpark if isinstance(config, DSparkConfig) else Eagle
     embed = target.embed.get_value()

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.checkpoints.block_drafter_folder import save_dspark
 from failfast_jax.decoding.picking import argmax
-from failfast_jax.models.block_network import DSpark, bind
-from failfast_jax.models.markov_head import MarkovHead
+from failfast_jax.models.block_network import DSpark, MarkovHead, bind
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_start import LayerChoice, fit_inputs, start_of
 from failfast_jax.train.documents import Documents, batches

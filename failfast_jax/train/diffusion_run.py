@@ -13,9 +13,8 @@ from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_borrowing, save_fast_dllm
 from failfast_jax.checkpoints.parameter_map import Skeleton
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
-from failfast_jax.models.borrowed import mean_embedding, with_borrowed
 from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
-from failfast_jax.models.transformer import Decoder
+from failfast_jax.models.transformer import Decoder, mean_embedding, with_borrowed
 from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.diffusion_loss import loss
 from failfast_jax.train.spread import Spread

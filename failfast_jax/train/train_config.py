@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.drafter_folder import STORAGES
 from failfast_jax.checkpoints.model_folder import ModelFolder
-from failfast_jax.models.block_network import DSparkConfig
-from failfast_jax.models.markov_head import MARKOV_HEADS
+from failfast_jax.models.block_network import MARKOV_HEADS, DSparkConfig
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.options import Option, add_flag, check_value, require, shown
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from types import SimpleNamespace
@@ -70,23 +71,41 @@ def test_the_device_the_type_and_the_heads_choose_the_kernel(devices, dtypes, he
     [
         ("tpu", "v3", {}, "need a TPU v4 or later, this is a TPU v3"),
         ("tpu", "v5e", {"dtype": F16}, "a cache of float16"),
-        ("tpu", "v5e", {"head_dim": 100}, "head_dim 100: 64, 128 or 256"),
+        ("tpu", "v5e", {"head_dim": 100}, "head_dim 100: 64, 128, 256"),
         ("tpu", "v5e", {"heads": 5, "kv_heads": 2}, "5 query heads for 2 KV heads"),
         ("tpu", "A100", {}, "JAX sees no TPU here, it runs on gpu"),
         ("gpu", "v5e", {}, "JAX sees no GPU here, it runs on tpu"),
         ("gpu", "A100", {}, "9.x (Hopper), not 8.0"),
         ("gpu", "MI300X", {}, "not gfx942"),
-        ("gpu", "H100", {"head_dim": 160}, "head_dim is 64 or 128, not 160"),
+        ("gpu", "H100", {"head_dim": 160}, "head_dim 160: 64, 128"),
+        ("gpu", "H100", {"dtype": F32}, "a cache of float32"),
         ("cudnn", "MI300X", {}, "8.0 (Ampere) or later, not gfx942"),
         ("cudnn", "T4", {}, "not 7.5"),
-        ("cudnn", "A100", {"head_dim": 160}, "up to 128 on this GPU, not of 160"),
-        ("cudnn", "H100", {"dtype": F32}, "not of float32"),
+        ("cudnn", "A100", {"head_dim": 160}, "head_dim 160: multiples of 8 up to 128"),
+        ("cudnn", "H100", {"dtype": F32}, "a cache of float32"),
         ("cpu", "H100", {}, "no CPU"),
         (SIMULATED_TPU, "A100", {}, "set JAX_PLATFORMS=cpu"),
     ],
 )
 def test_a_kernel_says_why_it_does_not_serve(kernel, device, model, message):
     assert message in refusal(kernel, a(device), **({"dtype": BF16, "head_dim": 128} | model))
+
+
+@pytest.mark.parametrize("file", ["tpu_attention", "tpu_prompt", "gpu_attention"])
+def test_limits_of_windows_and_caches(file):
+    [kernel] = [kernel for kernel in ATTENTION if kernel.file == file]
+    fine = AttentionCase(BF16, 128, heads=8, kv_heads=2, capacity=256, width=8)
+    rows = kernel.module.LIMITS.rows or 10**6
+    assert kernel.refuses(dataclasses.replace(fine, width=rows)) is None
+    changes = {"a tree": {"pattern": "tree"}, "200 positions": {"capacity": 200}, "int8": {"dtype": "int8"}}
+    if rows < 10**6:
+        changes |= {f"{rows + 1} rows": {"width": rows + 1}, "a window of 0 rows": {"width": 0}}
+    for message, change in changes.items():
+        assert message in kernel.refuses(dataclasses.replace(fine, **change))
+    copies = dataclasses.replace(fine, pattern="copies", copies=2)
+    if kernel.fused:
+        assert kernel.refuses(dataclasses.replace(copies, width=16)) is None
+        assert "a window of 136 rows" in kernel.refuses(dataclasses.replace(copies, width=272))
 
 
 def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
@@ -129,7 +148,7 @@ def test_kernels_are_refused_before_weights_are_read(drafter, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [a("v5e")])
     monkeypatch.setattr(Checkpoint, "load", lambda *args, **options: pytest.fail("weights are read"))
     name = str(drafter or GOLDEN / "qwen2_target_160")
-    with pytest.raises(OptionError, match=f"^--attention tpu: {re.escape(name)}: .* head_dim [0-9]+: 64, 128 or 256$"):
+    with pytest.raises(OptionError, match=f"^--attention tpu: {re.escape(name)}: .* head_dim [0-9]+: 64, 128, 256$"):
         read_pair(GOLDEN / "qwen2_target_160", drafter, LoadOptions(attention="tpu"))
 
 

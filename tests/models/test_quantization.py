@@ -16,7 +16,6 @@ from tiny_models import random_extended, random_model, tiny_config
 from failfast_jax import FailFast, load_model
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.generate import main
 from failfast_jax.models import quantization
 from failfast_jax.models.layers import Linear
 
@@ -114,18 +113,18 @@ def test_quantised_as_it_is_read(name):
     assert difference(loaded.logits([[1, 2, 3, 4]]), expected) < 0.08
 
 
-def test_bad_input_is_named_before_anything_is_read(monkeypatch, capsys):
-    with pytest.raises(OptionError, match="--quantize int4: must be one of int8"):
-        FailFast("nowhere", quantize="int4")
-    with pytest.raises(OptionError, match="--quantize-drafter fp8: must be one of int8"):
-        FailFast("nowhere", "elsewhere", quantize_drafter="fp8")
-    with pytest.raises(OptionError, match="--quantize-drafter int8: there is no drafter"):
-        FailFast("nowhere", quantize_drafter="int8")
-    with pytest.raises(OptionError, match="--quantize-drafter int8: --method lookup drafts without a model"):
-        load_pair("nowhere", method="lookup", quantize_drafter="int8")
-    target = str(GOLDEN / "qwen2_target_160")
-    assert main(["--target", target, "--token-ids", "1", "--method", "vanilla", "--quantize", "int4"]) == 2
-    assert "error: --quantize int4: must be one of int8" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "qwix", None)
-    with pytest.raises(OptionError, match=r'--quantize int8: needs qwix.*pip install -e "\.\[quant\]"'):
-        load_model("nowhere", quantize="int8")
+@pytest.mark.parametrize(
+    "load, message",
+    [
+        (lambda: FailFast("nowhere", quantize="int4"), "--quantize int4: must be one of int8"),
+        (lambda: FailFast("nowhere", "else", quantize_drafter="fp8"), "--quantize-drafter fp8: must be one of int8"),
+        (lambda: FailFast("nowhere", quantize_drafter="int8"), "--quantize-drafter int8: there is no drafter"),
+        (lambda: load_pair("nowhere", method="lookup", quantize_drafter="int8"), "--method lookup drafts without"),
+        (lambda: load_model("nowhere", quantize="int8"), r'needs qwix.*pip install -e "\.\[quant\]"'),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_read(load, message, monkeypatch):
+    if "qwix" in message:
+        monkeypatch.setitem(sys.modules, "qwix", None)
+    with pytest.raises(OptionError, match=message):
+        load()

@@ -45,7 +45,8 @@ class Linear(nnx.Module):
         multiply: Callable[..., Array] = product,
         outputs: slice = slice(None),
     ) -> Float[Array, "*R O"]:
-        """
+        """Computes the outputs, or some of them.
+
         Args:
           preferred: dtype of the result; None: that of `x`.
           over: mesh axis over which the inputs are spread, inside a `shard_map`.

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from failfast_jax.results import Result, Round, fate
-from failfast_jax.text_stream import UNFINISHED, text_of
+from failfast_jax.text_stream import TextStream, special_tokens
 from failfast_jax.util.files import write_atomically
 
 TERMINAL = "-"
@@ -24,9 +24,6 @@ _RESET = "\033[0m"
 _COLOURS = {ACCEPTED: ("\033[32m", _RESET), TARGET: ("\033[34m", _RESET), REJECTED: ("\033[9;31m", _RESET)}
 _BRACKETS = {ACCEPTED: ("⟦", "⟧"), TARGET: ("", ""), REJECTED: ("⟪", "⟫")}
 """Marks around tokens of each kind, in a terminal and elsewhere: text rarely holds such brackets."""
-_LEVELS = "▁▂▃▄▅▆▇█"
-_WIDE = 64
-"""Characters of a line in the terminal."""
 
 Part = tuple[str, str, float | None]
 """Kind, text and confidence of a token."""
@@ -50,17 +47,12 @@ def spans(rounds: Sequence[Round]) -> Iterator[list[tuple[str, int, float | None
 
 
 def pieces(ids: Sequence[int], tokenizer: Any = None) -> list[str]:
-    """The text that each token of an answer adds. Characters of several tokens stand with the last of them."""
+    """The text that each token of an answer adds; special tokens by their names. Characters of several tokens stand
+    with the last of them."""
     if tokenizer is None:
         return [f"{token} " for token in ids]
-    parts, done = [], ""
-    for end in range(1, len(ids) + 1):
-        text = text_of(tokenizer, ids[:end], skip_special_tokens=False)
-        if end < len(ids):
-            text = text.rstrip(UNFINISHED)
-        parts.append(text[len(done) :] if text.startswith(done) else "")
-        done += parts[-1]
-    return parts
+    stream, names = TextStream(tokenizer), special_tokens(tokenizer)
+    return [stream.add([token], last=end == len(ids)) + names.get(token, "") for end, token in enumerate(ids, 1)]
 
 
 def _texts(rounds: Sequence[Round], ids: Sequence[int], tokenizer: Any) -> list[list[Part]]:
@@ -74,52 +66,30 @@ def _texts(rounds: Sequence[Round], ids: Sequence[int], tokenizer: Any) -> list[
 
 
 def to_terminal(rounds: Sequence[Round], tokenizer: Any = None, colours: bool = True) -> str:
-    """The rounds for a terminal: the answer, each token marked with its kind; a strip of draft lengths; and per round
-    the emitted and the rejected tokens. Consecutive rounds without a draft are one line.
+    """The rounds for a terminal: the answer, each token marked with its kind; and the emitted and the rejected tokens
+    of each round that had a draft.
 
     Args:
       tokenizer: None: ids are shown.
       colours: marks are ANSI escapes; False: brackets.
     """
     marks = _COLOURS if colours else _BRACKETS
+
+    def marked(row: Iterable[Part]) -> str:
+        """The text of tokens, with the marks of their kind around each run of one kind."""
+        runs = itertools.groupby(row, operator.itemgetter(0))
+        return "".join(f"{marks[kind][0]}{''.join(text for _, text, _ in run)}{marks[kind][1]}" for kind, run in runs)
+
     texts = _texts(rounds, [token for entry in rounds for token in entry.emitted], tokenizer)
-    legend = "  ".join(_marked([(kind, name, None)], marks) for kind, name in KINDS.items())
-    answer = _marked((part for row in texts for part in row if part[0] != REJECTED), marks)
-    heading = "Round, accepted/drafted, tokens expected (if known):"
-    return "\n".join([legend, "", answer, "", *_bars(rounds), "", heading, *_lines(rounds, texts, marks)])
-
-
-def _marked(row: Iterable[Part], marks: Mapping[str, tuple[str, str]]) -> str:
-    """The text of tokens, with the marks of their kind around each run of one kind."""
-    runs = itertools.groupby(row, operator.itemgetter(0))
-    return "".join(f"{marks[kind][0]}{''.join(text for _, text, _ in run)}{marks[kind][1]}" for kind, run in runs)
-
-
-def _lines(rounds: Sequence[Round], texts: Sequence[list[Part]], marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    """One line per round, or per run of rounds without a draft."""
-    for drafted, run in itertools.groupby(range(len(rounds)), lambda index: bool(rounds[index].drafted)):
-        if drafted:
-            for index in run:
-                entry = rounds[index]
-                counts = f"{index + 1:4d} {entry.accepted:3d}/{len(entry.drafted):<3d}"
-                expected = "" if entry.expected is None else f"{entry.expected:4.1f} "
-                yield f"{counts} {expected}{_marked(texts[index], marks)}".replace("\n", "↵")
-            continue
-        first, *others = run
-        numbers = f"{first + 1:4d}" + (f" to {others[-1] + 1}" if others else "")
-        text = "".join(text for index in (first, *others) for _, text, _ in texts[index]).replace("\n", "↵")
-        text = text if len(text) <= _WIDE else f"{text[: _WIDE - 1]}…"
-        yield f"{numbers}, no draft: {_marked([(TARGET, text, None)], marks)}"
-
-
-def _bars(rounds: Sequence[Round]) -> list[str]:
-    """A heading, and draft lengths as a strip of characters."""
-    longest = max((len(entry.drafted) for entry in rounds), default=0)
-    if not longest:
-        return ["No round had a draft"]
-    bars = "".join(_LEVELS[-(-8 * len(entry.drafted) // longest) - 1] if entry.drafted else "·" for entry in rounds)
-    heading = f"Draft lengths, one bar per round ({_LEVELS[-1]} {longest} tokens, · no draft):"
-    return [heading, *(bars[at : at + _WIDE] for at in range(0, len(bars), _WIDE))]
+    legend = "  ".join(marked([(kind, name, None)]) for kind, name in KINDS.items())
+    answer = marked(part for row in texts for part in row if part[0] != REJECTED)
+    lines = ["Rounds with a draft: accepted/drafted, tokens expected (if known):"]
+    for number, (entry, row) in enumerate(zip(rounds, texts), 1):
+        if entry.drafted:
+            expected = "" if entry.expected is None else f"{entry.expected:4.1f} "
+            counts = f"{number:4d} {entry.accepted:3d}/{len(entry.drafted):<3d} {expected}"
+            lines.append(f"{counts}{marked(row)}".replace("\n", "↵"))
+    return "\n".join([legend, "", answer, "", *lines])
 
 
 def _tallest(rounds: Sequence[Round]) -> int:
@@ -132,34 +102,20 @@ def strip(rounds: Sequence[Round]) -> str:
     return str(_template("rounds_svg.html").module.strip(rounds, _tallest(rounds)))
 
 
-def _title(number: int, entry: Round) -> str:
-    """A round in a line, which hovering shows."""
-    text = f"round {number}: {entry.accepted} of {len(entry.drafted)} drafted accepted, {entry.passes} drafter passes"
-    if entry.expected is not None:
-        took = "" if entry.took is None else f", took {1e3 * entry.took:.1f} ms"
-        text += f"; expected {entry.expected:.2f} tokens in {1e3 * entry.seconds:.1f} ms{took}"
-    return text
-
-
-def _section(label: str, result: Result, tokenizer: Any) -> dict[str, Any]:
-    stats, rounds = result.stats, result.rounds
-    titles = [_title(number, entry) for number, entry in enumerate(rounds, 1)]
-    return {
-        "label": label,
-        "counts": f"{len(result.output_ids)} tokens, {fate(stats.rounds, stats.drafted, stats.accepted)}, "
-        f"{stats.drafter_passes} drafter passes, {stats.tokens_per_s:.1f} tokens/s",
-        "rounds": rounds,
-        "tokens": sum(len(entry.emitted) for entry in rounds),
-        "longest": max((len(entry.drafted) for entry in rounds), default=0),
-        "tallest": _tallest(rounds),
-        "texts": list(zip(titles, _texts(rounds, result.output_ids, tokenizer))),
-    }
-
-
 def page(results: Mapping[str, Result], tokenizer: Any = None) -> str:
     """A self-contained HTML page: answers as text, by label, side by side if there is room. Hovering over a token shows
     its round, its confidence, and the round's expected tokens and time."""
-    sections = [_section(label, result, tokenizer) for label, result in results.items()]
+    sections = [
+        {
+            "label": label,
+            "result": result,
+            "fate": fate(result.stats.rounds, result.stats.drafted, result.stats.accepted),
+            "longest": max((len(entry.drafted) for entry in result.rounds), default=0),
+            "tallest": _tallest(result.rounds),
+            "texts": _texts(result.rounds, result.output_ids, tokenizer),
+        }
+        for label, result in results.items()
+    ]
     return _template("trace.html").render(kinds=KINDS, sections=sections) + "\n"
 
 

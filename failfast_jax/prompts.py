@@ -71,9 +71,7 @@ def _encode_text(prompt: str | Sequence[Any], tokenizer: Any, model_name: str, t
     return _ids(text, tokenizer, model_name, add_special_tokens=False)  # the template writes them
 
 
-def answer_text(
-    tokenizer: Any, prompt: Any, ids: Sequence[int], stop: Sequence[str] = (), **options: Any
-) -> TextStream | None:
+def answer_text(tokenizer: Any, prompt: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> TextStream | None:
     """Returns the text stream of an answer; None without a tokenizer.
 
     It continues the prompt, unless a chat template wrote that: then it is a turn of its own.
@@ -81,12 +79,12 @@ def answer_text(
     Args:
       prompt: see `encode`.
       ids: of the prompt.
-      stop: see `TextStream`, also for `options`.
+      stop: see `TextStream`.
     """
     if tokenizer is None:
         return None
     turn = has_template(tokenizer) if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
-    return TextStream(tokenizer, stop, () if turn else ids, **options)
+    return TextStream(tokenizer, stop, () if turn else ids)
 
 
 def _ids(text: str, tokenizer: Any, model_name: str, **options: Any) -> list[int]:
@@ -111,9 +109,7 @@ def _texts(prompt: Any) -> Iterator[str]:
 
 def characters(prompt: Any) -> int:
     """Counts the characters of a text, or of messages; 0 for token ids."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(map(len, _texts(prompt))) if len(prompt) and isinstance(prompt[0], Mapping) else 0
+    return sum(map(len, _texts(prompt)))
 
 
 def separate(prompts: Any) -> list[Any]:

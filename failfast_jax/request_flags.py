@@ -56,12 +56,14 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
         drafting.add_argument(flag_of(name), help=argparse.SUPPRESS)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, replicas: bool = False) -> None:
-    """Adds flags that say how models are run; `replicas`: on several data-parallel replicas, if the user says so."""
+def add_engine_flags(parser: argparse.ArgumentParser, *, replicas: bool = False, distributed: bool = True) -> None:
+    """Adds flags that say how models are run; `replicas`: on several data-parallel replicas, if the user says so;
+    `distributed`: in several processes."""
     engine = parser.add_argument_group("engine")
     names = ["exact", "max_seq_len", "quantize", "quantize_drafter", "rope_theta_drafter", "tensor_parallel"]
     add_flags_named(engine, *names, *(["data_parallel"] if replicas else []))
-    processes.add_flag(engine)
+    if distributed:
+        processes.add_flag(engine)
     add_flags_named(engine, "attention", "compile_cache")
     progress.add_flags(parser)
 

@@ -45,8 +45,6 @@ class TokenLogprob:
     logprob: float
     best: list[tuple[int, float]]
     """The most probable tokens at its place, best first, with theirs."""
-    offset: int | None = None
-    """Characters of the answer's text before it; None where there is no text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +61,16 @@ class RowLog:
         """Returns a copy with the seconds of the batch's rounds; a row runs from the first of them on."""
         rounds = [dataclasses.replace(entry, took=seconds) for entry, seconds in zip(self.rounds, took)]
         return dataclasses.replace(self, rounds=rounds)
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafted tokens."""
+        return sum(len(entry.drafted) for entry in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Number of drafted tokens that the target accepted."""
+        return sum(entry.accepted for entry in self.rounds)
 
     @property
     def adopted_passes(self) -> int | None:
@@ -114,8 +122,8 @@ class Stats:
         """Counts of a log, with measured values for all other fields."""
         return cls(
             rounds=len(log.rounds),
-            drafted=sum(len(entry.drafted) for entry in log.rounds),
-            accepted=sum(entry.accepted for entry in log.rounds),
+            drafted=log.drafted,
+            accepted=log.accepted,
             drafter_passes=log.drafter_passes,
             target_passes=log.target_passes,
             adopted_passes=log.adopted_passes,

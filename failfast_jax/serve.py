@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ipaddress
 import os
 import signal
@@ -15,8 +14,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import add_flags_of
 from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load
-from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, capacity_for, refuse_diffusion
-from failfast_jax.template_rendering import has_template
+from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, refuse_diffusion
 from failfast_jax.util import command_line, processes, progress
 
 if TYPE_CHECKING:
@@ -57,13 +55,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def is_loopback(address: str) -> bool:
-    """True for addresses of this machine alone; host names are not looked up."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False
-
-
 def _work(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, command_line.raise_terminated)
     options = ServeOptions.given(args)
@@ -76,25 +67,32 @@ def _work(args: argparse.Namespace) -> None:
     if not processes.is_primary():
         _follow(args, config, options)
         return
-    key, _ = options.key(), options.origins()
+    key = options.key()
     with listen(options.host, options.port) as listening:
         address = listening.getsockname()[0]
-        if key is None and not is_loopback(address):
+        if key is None and not ipaddress.ip_address(address).is_loopback:
             print(f"warning: {address} is not loopback, and no key is needed: see --api-key-file", file=sys.stderr)
         with _queue(args, config, options) as queue:
             _serve(queue, options, listening)
 
 
 def _serve(queue: Queue, options: ServeOptions, listening: socket.socket) -> None:
-    from failfast_jax.serving.server import Server, signals_end, url_of
+    """Serves until SIGINT or SIGTERM, which raise no exception: the server's loop might not be ready for it."""
+    from failfast_jax.serving.server import Server, url_of
 
     name = options.model_name or os.path.basename(str(queue.engine.target_name).rstrip("/"))
     server = Server(queue, options, name)
-    with signals_end(server):
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
         progress.note(f"serving {name} at {url_of(listening)}/v1")
         if options.port == 0:
             print(f"{url_of(listening)}/v1", flush=True)
         server.run(sockets=[listening])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if server.signals[:1] == [signal.SIGINT]:
+        raise KeyboardInterrupt
 
 
 def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> Queue:
@@ -103,20 +101,10 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
     engine = load(args)
     if engine.tokenizer is None:
         raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
-    capacity = capacity_for(options, engine.max_seq_len)
-    if has_template(engine.tokenizer):
-        least = len(engine.encode([{"role": "user", "content": "?"}]))
-        if capacity <= least:
-            raise OptionError(f"--context {capacity}: the chat template alone takes {least} tokens")
     progress.note("compiling: minutes at the first time, seconds later")
     rows = {"batch": options.batch, "rounds": options.rounds, "reuse": not options.no_prefix_reuse}
-    queue = Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, capacity=capacity, **rows)
-    if queue.scheduler.costs is not None and options.batch > 1:
-        progress.note(
-            f"--method auto drafts where that pays for {options.batch} rows together, which may be nowhere "
-            "(drafted_tokens: 0); --batch 1 is for one user at a time"
-        )
-    return queue
+    rows |= {"capacity": options.context, "logprobs": options.logprobs}
+    return Queue(engine, config, waiting=options.waiting, **rows)
 
 
 def _follow(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> None:

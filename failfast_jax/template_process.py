@@ -26,9 +26,6 @@ import jinja2.debug
 import jinja2.ext
 import jinja2.sandbox
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which clients give its reasoning; templates read the first or the second."""
-
 
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}`, by which trainers mark answers: its body is rendered as it is."""
@@ -44,27 +41,24 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
     """A template as transformers compiles it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda text: datetime.datetime.now().strftime(text)
     return environment.from_string(template)
 
 
 def _with_reasoning(message: Any) -> Any:
-    """The message with its reasoning, if any, under both keys that templates read."""
+    """The message with its reasoning, if any, under both keys that templates read; clients have a third one."""
     if not isinstance(message, dict):
         return message
-    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    keys = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[key] for key in keys if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

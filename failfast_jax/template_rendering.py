@@ -25,8 +25,6 @@ LONGEST_TEXT = 2**24
 CRASHED = "ends the process that renders it"
 STARTING_S = 60.0
 """Time limit of a process' start, on the slowest machine."""
-_END = "<<END OF THE LAST MESSAGE>>"
-"""Marks the end of the message that `continue_final_message` continues."""
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
@@ -114,48 +112,25 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def render(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    name: str,
-    *,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    tools: Sequence[Any] | None = None,
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, add_generation_prompt: bool = False
 ) -> str:
     """Renders messages by a tokenizer's chat template, as transformers would.
 
     Args:
-      tokenizer: with `chat_template` (a text, or a mapping with `default`, and `tool_use` for messages with tools) and,
-        for templates, `special_tokens_map`.
+      tokenizer: with `chat_template` (a text, or a mapping with `default`) and, for templates, `special_tokens_map`.
       name: name of the model in errors.
       add_generation_prompt: the text ends where an answer begins.
-      continue_final_message: the text ends with the last message's content, which the answer continues.
-      tools: descriptions of tools for the template.
 
     Raises:
       PromptError: the template refuses the messages, is no template, or exceeds its limits.
     """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
-        template = template.get("tool_use" if tools and "tool_use" in template else "default")
+        template = template.get("default")
     if not isinstance(template, str):
         raise PromptError(f"{name}: its chat template is no text, nor a choice of texts with one named 'default'")
-    messages = list(messages)
-    if continue_final_message:
-        last = messages[-1]["content"]
-        messages[-1] = {**messages[-1], "content": last + _END + " "}
-    special = getattr(tokenizer, "special_tokens_map", {})
-    variables = {"messages": messages, "tools": tools, "documents": None}
-    text = _rendered(template, {**special, **variables, "add_generation_prompt": add_generation_prompt}, name)
-    if not continue_final_message:
-        return text
-    before, mark, after = text.rpartition(_END)
-    if not mark or last.strip() not in text:
-        raise PromptError(f"{name}: its chat template changes the last message, with which the answer should go on")
-    return before if after.startswith(" ") else before.rstrip()  # a template that trims would have trimmed here, too
-
-
-def _rendered(template: str, variables: Mapping[str, Any], name: str) -> str:
+    variables = {**getattr(tokenizer, "special_tokens_map", {}), "messages": list(messages)}
+    variables |= {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
     limits = {"memory": MEMORY, "seconds": SECONDS, "longest": LONGEST_TEXT}
     answer = renderer.render({"template": template, "variables": variables, **limits})
     if "text" in answer:

@@ -38,32 +38,24 @@ class TextStream:
 
     Args:
       tokenizer: a transformers tokenizer.
-      stop: strings before the first of which the text ends. Special tokens are found by their names as well, though
-        the text does not have them.
+      stop: strings before the first of which the text ends, or names of special tokens, which the text does not have.
       context: ids that the text continues, so that a space between the two is kept (SentencePiece drops the first
         space of a text); none for a text of its own, such as a turn of a conversation.
-      offsets: True records `offsets`.
 
     Attributes:
       text: all text that was handed out.
       stopped: True once a stop string was found.
       used: tokens that the text took, up to the token that completed the stop string.
-      offsets: characters of the text before each token.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = (), *, offsets: bool = False):
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()):
         self.text, self.stopped, self.used = "", False, 0
-        self.offsets: list[int] = []
-        self._tokenizer, self._stop, self._singly = tokenizer, tuple(stop), offsets or bool(stop)
-        self._names = special_tokens(tokenizer) if stop else {}
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._stop_ids = {id for id, name in special_tokens(tokenizer).items() if name in stop} if stop else set()
         self._ids = _tail(tokenizer, context)
         self._shown, self._done = 0, len(self._ids)
         """Start of the window that is decoded, and the number of tokens whose text is in `_whole`."""
-        self._whole = self._searched = ""
-        """The text, and the same with the names of special tokens, in which stop strings are looked for."""
-        self._hidden: list[tuple[int, int]] = []
-        """Start and length in `_searched` of each such name."""
-        self._looked = 0
+        self._whole = ""
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that is final now and was not before.
@@ -71,21 +63,22 @@ class TextStream:
         Args:
           last: True for the last tokens: nothing is held back.
         """
-        # Token by token where it matters which token completes a stop string, or where a token begins.
-        parts = [[token] for token in ids] if self._singly else [list(ids)]
+        # Token by token if it matters which token completes a stop string.
+        parts = [[token] for token in ids] if self._stop else [list(ids)]
         for number, part in enumerate(parts or [[]]):
             if self.stopped:
                 break
-            if self._singly:
-                self.offsets += [len(self._whole)] * len(part)
             self._ids += part
             self.used += len(part)
             self._decode(last and number >= len(parts) - 1)
-            for name in filter(None, map(self._names.get, part)):
-                self._hidden.append((len(self._searched), len(name)))
-                self._searched += name
-            self._look_for_stop()
-        return self._hand_out(last or self.stopped)
+            # No stop string begins in text that was handed out.
+            ends = [at for stop in self._stop if (at := self._whole.find(stop, len(self.text))) >= 0]
+            if ends or not self._stop_ids.isdisjoint(part):
+                self._whole, self.stopped = self._whole[: min(ends, default=None)], True
+        held = 0 if last or self.stopped else self._possible_stop()
+        new = self._whole[len(self.text) : len(self._whole) - held]
+        self.text += new
+        return new
 
     def _decode(self, last: bool) -> None:
         """Appends whole characters to `_whole`."""
@@ -97,45 +90,12 @@ class TextStream:
         start = len(before if window.startswith(before) else before.rstrip(UNFINISHED))
         if len(window) > start and (last or not window.endswith(UNFINISHED)):
             self._whole += window[start:]
-            self._searched += window[start:]
             self._shown, self._done = self._done, len(self._ids)
 
-    def _look_for_stop(self) -> None:
-        ends = []
-        for stop in self._stop:
-            if (at := self._searched.find(stop, max(self._looked - len(stop), 0))) >= 0:
-                ends.append(self._place(at))
-            # The text itself: "a<s>b" has "a<s>" and "ab". A stop string cannot begin in text that was handed out.
-            if (at := self._whole.find(stop, len(self.text))) >= 0:
-                ends.append(at)
-        self._looked = len(self._searched)
-        if ends:
-            self._whole, self.stopped = self._whole[: min(ends)], True
-
-    def _place(self, at: int) -> int:
-        """The place in `_whole` of one in `_searched`: `ab</s>c` has `c` at 6, which is 2 in `abc`."""
-        return at - sum(min(at - start, length) for start, length in self._hidden if start < at)
-
-    def _hand_out(self, everything: bool) -> str:
-        end = len(self._whole)
-        if not everything:
-            spelled = self._place(len(self._searched) - self._possible_stop(self._searched))
-            end = min(spelled, end - self._possible_stop(self._whole))
-        new = self._whole[len(self.text) : end]
-        self.text += new
-        return new
-
-    def _possible_stop(self, text: str) -> int:
-        """Characters at the end of a text that a stop string may begin with."""
-        return max(
-            (
-                length
-                for stop in self._stop
-                for length in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:length])
-            ),
-            default=0,
-        )
+    def _possible_stop(self) -> int:
+        """Characters at the end of the text that a stop string may begin with."""
+        starts = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
+        return max((len(start) for start in starts if self._whole.endswith(start)), default=0)
 
 
 def _tail(tokenizer: Any, context: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -27,18 +28,12 @@ TURNS = [
 ]
 PUBLISHED = sorted((Path(__file__).parent / "fixtures" / "chat_templates").glob("*.jinja"))
 """Templates in the styles of published models, and one that uses the library of Jinja."""
-BILLIONS = (
-    "{{ 'a' * 3000000000 }}",
-    "{{ ('a' | center(3000000000)) | length }}",
-    "{{ 'a' | indent(2000000000) }}",
-    "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-)
+BILLIONS = ("{{ 'a' * 3000000000 }}", "{{ ('a' | center(3000000000)) | length }}", "{{ 'a' | indent(2000000000) }}")
 ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% set a = namespace(x=[]) %}{% set b = namespace(x=[]) %}{% for i in range(60) %}{% set a.x = [a.x, a.x] %}"
     "{% set b.x = [b.x, b.x] %}{% endfor %}{{ a.x == b.x }}",
     "{{ (10 ** 4000000) // (7 ** 1000000) }}",
-    "{{ 10 ** (10 ** 10) }}",
 )
 
 
@@ -73,18 +68,17 @@ def test_a_choice_of_templates(tokenizer):
 
 
 @pytest.mark.parametrize("template", PUBLISHED, ids=lambda path: path.stem)
-@pytest.mark.parametrize("turns", [TURNS, TURNS[1:], TURNS[:2], TURNS[1:3]])
-def test_as_transformers_renders_them(tokenizer, template, turns):
+def test_as_transformers_renders_them(tokenizer, template):
     tokenizer.chat_template = template.read_text()
     tokenizer.bos_token = "<s>"
-    thinking = [turns[0] | {"reasoning_content": "Well."}, *turns[1:]]
-    last = {"continue_final_message": True} if turns[-1]["role"] == "assistant" else {}
-    for messages in (turns, thinking):
-        for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False}, last):
+    for turns in (TURNS, TURNS[1:], TURNS[:2], TURNS[1:3]):
+        thinking = [turns[0] | {"reasoning_content": "Well."}, *turns[1:]]
+        for messages, prompted in itertools.product((turns, thinking), (True, False)):
+            options = {"add_generation_prompt": prompted}
             try:
                 expected = tokenizer.apply_chat_template(messages, tokenize=False, **options)
             except Exception as error:
-                with pytest.raises(PromptError, match=str(error)[:20] if "continue" not in str(error) else "changes"):
+                with pytest.raises(PromptError, match=str(error)[:20]):
                     render(messages, tokenizer, "the model", **options)
             else:
                 assert render(messages, tokenizer, "the model", **options) == expected

@@ -16,9 +16,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
 
 from failfast_jax.decoding.picking import argmax
-from failfast_jax.drafters import all_options
+from failfast_jax.drafters import all_options, resolve
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig, common_fields
@@ -28,7 +29,7 @@ from failfast_jax.models.transformer import Decoder
 from failfast_jax.serving import Queue
 from failfast_jax.serving.serve_options import refuse_diffusion
 from failfast_jax.template_rendering import render
-from failfast_jax.util import numerics, processes
+from failfast_jax.util import numerics
 from failfast_jax.util.command_line import did_you_mean
 from failfast_jax.util.progress import note
 
@@ -38,19 +39,18 @@ SHORTEST = 64
 Pair = tuple[list[int], list[int]]
 """Ids of a context, and of the text after it that is scored."""
 
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of an answer's limit; the first one present counts, as in the harness."""
-SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "seed": int}
-SERVED = ("until", "do_sample", *SAMPLING, *LIMITS)
-"""Arguments of a request for an answer."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"), (1,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "diversity_penalty", "no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_tokens", "min_length"), (0,)),
-    **{"early_stopping": (False,), "use_cache": (True, False)},
-}
-"""Arguments that are not served, with the values that change nothing; for each of them None is another one."""
+LOADING = {field.name for field in dataclasses.fields(LoadOptions) if "option" in field.metadata}
+REQUEST = {field.name for field in common_fields()} | {n for options in all_options().values() for n in options.names()}
+OF_HARNESS = {"batch_size", "max_batch_size", "device"}
+"""Arguments that the harness adds; the last two have no effect."""
+SERVED = ("until", "do_sample", "max_gen_toks", "temperature", "top_p", "top_k", "seed")
+"""Arguments of a request for an answer; the harness knows other names of `max_gen_toks`."""
+NEUTRAL = dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "typical_p"), 1)
+NEUTRAL |= dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of", "use_cache"), 1)
+NEUTRAL |= dict.fromkeys(("presence_penalty", "frequency_penalty", "diversity_penalty", "no_repeat_ngram_size"), 0)
+NEUTRAL |= dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_tokens", "min_length"), 0)
+NEUTRAL |= {"early_stopping": False}
+"""Values of arguments that are not served with which they change nothing; None is another."""
 
 
 def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
@@ -59,48 +59,29 @@ def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
     Raises:
       OptionError: an argument that would change the text and is not served, or a value of another kind or range.
     """
-    for name, value in settings.items():
-        if name in SERVED or (name in NEUTRAL and (value is None or value in NEUTRAL[name])):
-            continue
-        if name in NEUTRAL:
-            remedy = f"; leave it out, or give {NEUTRAL[name][0]}, which changes nothing"
-        else:
-            remedy = did_you_mean(name, {*SERVED, *NEUTRAL}) or f"; these are: {', '.join(SERVED)}"
-        raise OptionError(f"generation argument {name}={value!r}: not served{remedy}")
-    values = {name: value for name, value in settings.items() if value is not None}
-    until, sampled = values.get("until", []), values.get("do_sample")
     try:
-        stop = [until] if isinstance(until, str) else list(filter(None, until))
-        if sampled not in (None, True, False) or not all(isinstance(text, str) for text in stop):
-            raise ValueError("do_sample must be true or false, and until strings")
-        numbers = {name: _number(name, values[name]) for name in (*LIMITS, *SAMPLING) if name in values}
-    except (TypeError, ValueError, OverflowError) as error:
+        values = normalize_gen_kwargs({n: v for n, v in settings.items() if v is not None}, default_limit)
+    except ValueError as error:
         raise OptionError(f"generation arguments {dict(settings)!r}: {error}") from None
-    limit = next((numbers[name] for name in LIMITS if name in numbers), default_limit)
-    if limit < 0:
-        raise OptionError(f"generation argument max_gen_toks={limit}: must not be negative")
-    options = {
-        "temperature": numbers.get("temperature", 1.0 if sampled else 0.0) if sampled in (None, True) else 0.0,
-        "top_p": numbers.get("top_p", 1.0),
-        "top_k": max(numbers.get("top_k", 0), 0),
-        "seed": numbers.get("seed", 0),
-    }
+    for name, value in values.items():
+        if name not in SERVED and not (name in NEUTRAL and value == NEUTRAL[name]):
+            remedy = did_you_mean(name, SERVED) or f"; these are: {', '.join(SERVED)}"
+            raise OptionError(f"generation argument {name}={value!r}: not served{remedy}")
+    limit, stop = values["max_gen_toks"], [text for text in values["until"] if text != ""]
+    if limit < 0 or not all(isinstance(text, str) for text in stop) or not isinstance(values["do_sample"], bool):
+        rule = "max_gen_toks must not be negative, until must be strings, do_sample true or false"
+        raise OptionError(f"generation arguments {dict(settings)!r}: {rule}")
+    options = {name: values[name] for name in ("temperature", "top_p", "top_k", "seed") if name in values}
+    if values["do_sample"]:
+        options.setdefault("temperature", 1.0)
+    options["top_k"] = max(options.get("top_k", 0), 0)  # -1 keeps all in other engines
     GenerationConfig(**options).validate()
     return {"max_new_tokens": limit, "stop": stop, **options}
 
 
-def _number(name: str, value: Any) -> int | float:
-    """A number from a task or a command line, perhaps as text."""
-    kind = SAMPLING.get(name, int)
-    number = kind(value)
-    if isinstance(value, bool) or number != float(value):
-        raise ValueError(f"{name} must be {'a number' if kind is float else 'an integer'}")
-    return number
-
-
 def seed_of_repeat(seed: int, repeat: int) -> int:
     """The seed of a question's n-th answer: the harness asks the same n times for n samples."""
-    return int(np.random.SeedSequence([seed, repeat]).generate_state(1)[0]) if repeat and 0 <= seed < 2**32 else seed
+    return int(np.random.SeedSequence([seed, repeat]).generate_state(1)[0]) if repeat else seed
 
 
 def scores(
@@ -115,110 +96,55 @@ def scores(
     return chosen - jax.nn.logsumexp(logits, axis=-1), argmax(logits) == following
 
 
-MODEL, SCORE, ANSWER = "model", "score", "answer"
-"""Work that the first of several processes shares with the others."""
-
-
-def tell(work: str | None, value: Any = None) -> None:
-    """Tells the processes that `follow` the next work; None: there is none."""
-    if processes.is_primary():
-        processes.broadcast_from_primary([work, value])
-
-
-def follow() -> None:
-    """In processes other than the first: computes what its model computes, without the harness.
-
-    Raises:
-      ValueError: the model could not be made here, though the first process has it.
-    """
-    model, error = None, None
-    while (message := processes.broadcast_from_primary(None))[0] is not None:
-        work, value = message
-        if error is not None:
-            raise error
-        if work == MODEL:
-            try:
-                model = FailFastLM(**value)
-            except ValueError as refused:  # the first process refuses the same, and ends
-                error = refused
-        elif work == SCORE:
-            model.score(value)
-        else:
-            with model.open_queue() as queue:
-                queue.follow()
-
-
-@dataclasses.dataclass(frozen=True)
-class HarnessOptions:
-    """Arguments in `--model_args` other than those of loading (`LoadOptions`) and of the request (`GenerationConfig`).
-
-    Attributes:
-      target, drafter: as in `python -m failfast_jax.generate`.
-      batch: rows of generation, and texts that are scored together. `--batch_size` is the same.
-      context: maximum tokens of a text, or of a prompt and its answer; None: the models' limit, at most 2048.
-      max_gen_toks: tokens of an answer if a task sets no limit.
-      max_batch_size, device: arguments of the harness without effect.
-    """
-
-    target: str | None = None
-    drafter: str | None = None
-    batch: int | None = None
-    batch_size: int | str | None = None
-    context: int | None = None
-    max_gen_toks: int = 256
-    max_batch_size: Any = None
-    device: Any = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.batch_size, str) and not self.batch_size.isdigit():
-            remedy = "must be a number; name one, or batch=n in --model_args"
-            raise OptionError(f"--batch_size {self.batch_size}: {remedy}")
-
-
-HARNESS = {field.name for field in dataclasses.fields(HarnessOptions)}
-LOADING = {field.name for field in dataclasses.fields(LoadOptions) if "option" in field.metadata}
-REQUEST = {field.name for field in common_fields()} | {n for options in all_options().values() for n in options.names()}
-
-
 @register_model("failfast_jax")
 class FailFastLM(TemplateLM):
-    """An engine as the harness sees it.
+    """An engine as the harness sees it. The arguments are those of `--model_args`.
 
     Args:
-      engine: instead of `target` and `drafter`.
-      arguments: fields of `HarnessOptions`, `LoadOptions` and `GenerationConfig`, and options of the method.
+      target: as in `python -m failfast_jax.generate`.
+      drafter: likewise.
+      engine: instead of both.
+      batch: rows of generation, and texts that are scored together; None: the harness' `--batch_size`.
+      context: maximum tokens of a text, or of a prompt and its answer; None: the models' limit, at most 2048.
+      max_gen_toks: tokens of an answer if a task sets no limit.
+      options: fields of `LoadOptions` and `GenerationConfig`, and options of the method.
 
     Raises:
       OptionError: options that cannot be served.
     """
 
-    def __init__(self, *, engine: FailFast | None = None, **arguments: Any):
+    def __init__(
+        self,
+        target: str | None = None,
+        drafter: str | None = None,
+        *,
+        engine: FailFast | None = None,
+        batch: int | None = None,
+        context: int | None = None,
+        max_gen_toks: int = 256,
+        **options: Any,
+    ):
         super().__init__()
-        if engine is None:
-            tell(MODEL, arguments)
-        known = HARNESS | LOADING | REQUEST
-        for name in arguments.keys() - known:
+        batch = batch or options.pop("batch_size", None) or 1
+        if not str(batch).isdigit():
+            raise OptionError(f"--batch_size {batch}: must be a number")
+        for name in options.keys() - LOADING - REQUEST - OF_HARNESS:
+            known = {"target", "drafter", "batch", "context", "max_gen_toks", *LOADING, *REQUEST}
             raise OptionError(f"--model_args {name}=...: no such argument{did_you_mean(name, known)}")
-        args = HarnessOptions(**{name: arguments[name] for name in HARNESS & arguments.keys()})
-        loading = LoadOptions(**{name: arguments[name] for name in LOADING & arguments.keys()})
+        loading = LoadOptions(**{name: options[name] for name in LOADING & options.keys()})
         refuse_diffusion(loading.method)
-        self._config = GenerationConfig(
-            loading.method, **{name: arguments[name] for name in REQUEST & arguments.keys()}
-        )
-        self.engine = engine or FailFast.load(args.target, args.drafter, loading)
+        request = {name: options[name] for name in REQUEST & options.keys()}
+        self._config = resolve(GenerationConfig(loading.method, **request))
+        self.engine = engine or FailFast.load(target, drafter, loading)
         if self.engine.tokenizer is None:
             raise OptionError(f"{self.engine.target_name}: has no tokenizer, and the harness speaks text")
-        self.batch = args.batch or int(args.batch_size or 1)
-        self.tokenizer, self.max_gen_toks = self.engine.tokenizer, args.max_gen_toks
-        self.max_length = args.context or min(self.engine.max_seq_len, 2048)
+        self.batch = int(batch)
+        self.tokenizer, self.max_gen_toks = self.engine.tokenizer, max_gen_toks
+        self.max_length = context or min(self.engine.max_seq_len, 2048)
 
     @functools.cached_property
     def queue(self) -> Queue:
-        """The queue of a single process, opened by the first task that generates."""
-        return self.open_queue()
-
-    def open_queue(self) -> Queue:
-        """Opens a queue, which the caller closes."""
+        """The queue, opened by the first task that generates."""
         return Queue(self.engine, self._config, batch=self.batch, capacity=self.max_length, waiting=2**30)
 
     # Text.
@@ -247,50 +173,35 @@ class FailFastLM(TemplateLM):
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text."""
-        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return render(chat_history, self.tokenizer, str(self.engine.target_name), **ends)
+        """A conversation as text; without a generation prompt it ends with the answer's beginning, its last message."""
+        *turns, last = [*chat_history, {"content": ""}] if add_generation_prompt else chat_history
+        text = render(turns, self.tokenizer, str(self.engine.target_name), add_generation_prompt=True)
+        return text + last["content"]
 
     # Likelihoods.
 
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation of its context; that of an empty text is 0."""
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        indices = [index for index, request in enumerate(requests) if request.args[1]]
-        pairs = [(requests[index].args, *self._encode_pair(*requests[index].args)) for index in indices]
-        for index, score in zip(indices, self._loglikelihood_tokens(pairs)):
-            results[index] = score
-        return results
-
     def _encode_pair(self, context: str, continuation: str) -> Pair:
-        """Ids of a context and of its continuation, which takes the context's last spaces.
-
-        If a token spans the join, the continuation is encoded alone: otherwise only a part of it would be scored.
-        """
-        kept = context.rstrip()
-        continuation = context[len(kept) :] + continuation
-        alone = self.tok_encode(continuation, add_special_tokens=False)
-        if not kept:
-            begins = alone[:1] == [self.prefix_token_id]
-            return (alone[:1], alone[1:]) if begins else ([self.prefix_token_id], alone)
-        ids, both = self.tok_encode(kept), self.tok_encode(kept + continuation)
-        joined = len(both) > len(ids) and both[: len(ids)] == ids
-        return ids, both[len(ids) :] if joined else alone
+        """Ids as the harness encodes them; if a token spans the join, the continuation is encoded alone, as otherwise
+        only a part of it would be scored."""
+        ids, text = super()._encode_pair(context, continuation)
+        if not text or [*ids, *text] != self.tok_encode(context + continuation):
+            spaces = context[len(context.rstrip()) :]
+            text = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return ids, text
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Log-probability of each text after its context, and whether each of its tokens is the most probable one.
+        """Log-probability of each text after its context, which has a token, and whether each of its tokens is the most
+        probable one.
 
         A context loses its beginning if the two together exceed the room.
 
         Raises:
-          OptionError: a text, or a context, without a token, or a text that is too long by itself.
+          OptionError: a text that is too long by itself.
         """
-        for context, text in pairs:
-            if not context or not 0 < len(text) <= self.max_length:
-                raise OptionError(f"a text of {len(text)} tokens after {len(context)}: must be 1 to {self.max_length}")
+        if (longest := max((len(text) for _, text in pairs), default=0)) > self.max_length:
+            raise OptionError(f"a text of {longest} tokens is to be scored: at most {self.max_length} (context=n)")
         if cut := sum(len(context) + len(text) > self.max_length + 1 for context, text in pairs):
             note(f"harness: contexts that lost their beginnings: {cut} (context={self.max_length} in --model_args)")
-        tell(SCORE, pairs)
         results: dict[int, tuple[float, bool]] = {}
         # Texts of similar length share a batch; the longest come first, so that memory runs out at once or never.
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
@@ -319,7 +230,8 @@ class FailFastLM(TemplateLM):
             return jax.device_get(jax.tree.map(whole, program(*args)))
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-        results = self.score([(context, text) for _, context, text in requests])
+        # A context of spaces alone, which the harness gives to the text, is empty here.
+        results = self.score([(context or [self.prefix_token_id], text) for _, context, text in requests])
         for (texts, *_), result in zip(requests, results):
             self.cache_hook.add_partial("loglikelihood", texts, result)
         return results
@@ -342,47 +254,32 @@ class FailFastLM(TemplateLM):
     # Answers.
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Answers, each up to the first of its stop strings."""
-        if processes.is_single_process():
-            texts = self._texts(self.queue, requests)
-        else:
-            tell(ANSWER)
-            with self.open_queue() as queue:  # the other processes continue after its end
-                texts = self._texts(queue, requests)
+        """Answers, each up to the first of its stop strings; all requests are checked before the first is computed.
+
+        A prompt that leaves room for a token stays whole, and the answer is shorter; a longer prompt keeps its end, in
+        at least half of the context.
+        """
+        submissions: list[tuple[list[int], dict[str, Any]]] = []
+        repeats: Counter[str] = Counter()
+        shortened = 0
+        for context, settings in (request.args for request in requests):
+            options, ids = sampling(settings, self.max_gen_toks), self.tok_encode(context) or [self.prefix_token_id]
+            key = repr((context, sorted(settings.items())))
+            options["seed"] = seed_of_repeat(options.get("seed", 0), repeats[key])
+            repeats[key] += 1
+            limit = options["max_new_tokens"]
+            least = 1 if len(ids) < self.max_length else min(limit, self.max_length // 2)
+            room = {"min_gen_toks": least, "shrink_gen_toks": True, "verbose": False}
+            fitted, options["max_new_tokens"] = maybe_truncate(ids, limit, self.max_length, **room)
+            shortened += (len(fitted), options["max_new_tokens"]) != (len(ids), limit)
+            submissions.append((fitted, options))
+        if shortened:
+            advice = f"context={self.max_length} in --model_args is tokens of both"
+            note(f"harness: prompts or answers that were cut to fit: {shortened} ({advice})")
+        answers = [
+            self.queue.submit(ids, **options) if options["max_new_tokens"] else None for ids, options in submissions
+        ]
+        texts = ["" if answer is None else answer.result().text for answer in answers]
         for request, text in zip(requests, texts):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
-
-    def _texts(self, queue: Queue, requests: Any) -> list[str]:
-        """Answers; all requests are checked before the first is computed."""
-        submissions: list[tuple[list[int], dict[str, Any]]] = []
-        repeats: Counter[str] = Counter()
-        for request in requests:
-            context, settings = request.args
-            options = sampling(settings, self.max_gen_toks)
-            key = repr((context, sorted(settings.items())))
-            options["seed"] = seed_of_repeat(options["seed"], repeats[key])
-            repeats[key] += 1
-            submissions.append((self.tok_encode(context) or [self.prefix_token_id], options))
-        self._fit(submissions)
-        answers = [queue.submit(ids, **options) if options["max_new_tokens"] else None for ids, options in submissions]
-        return ["" if answer is None else answer.result().text for answer in answers]
-
-    def _fit(self, submissions: list[tuple[list[int], dict[str, Any]]]) -> None:
-        """Makes prompts and answers fit the context, and reports it. A prompt that leaves room for a token stays whole,
-        and the answer is shorter; a longer prompt keeps its end, in at least half of the context."""
-        shorter, cut = [], 0
-        for ids, options in submissions:
-            limit, room = options["max_new_tokens"], self.max_length - len(ids)
-            if limit and room < 1:
-                room = min(limit, self.max_length // 2)
-                del ids[: len(ids) + room - self.max_length]
-                cut += 1
-            if limit > room and limit:
-                options["max_new_tokens"] = room
-                shorter.append(room)
-        advice = f"(context={self.max_length} in --model_args is tokens of both)"
-        if shorter:
-            note(f"harness: answers with less room than they ask for: {len(shorter)}, down to {min(shorter)} {advice}")
-        if cut:
-            note(f"harness: prompts that lost their beginnings: {cut} {advice}")

@@ -1,119 +1,109 @@
-"""The answers to one HTTP request, passed from the queue's thread to the event loop."""
+"""The answers to one HTTP request, passed from the queue's thread to the event loop, and their JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+import json
+import secrets
+from collections.abc import AsyncIterator
 from typing import Any
 
-import starlette.requests
-from starlette.responses import StreamingResponse
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from failfast_jax.errors import OptionError, PromptError
-from failfast_jax.serving.openai_protocol import RequestError
-from failfast_jax.serving.queue import Answer, Finished, Piece, Queue, QueueClosed, QueueFull
+from failfast_jax.errors import OptionError, PromptError, PromptTooLong
+from failfast_jax.serving.answer import Answer, Finished, Piece
+from failfast_jax.serving.logprobs import Spelling
+from failfast_jax.serving.metrics import Metrics
+from failfast_jax.serving.openai_protocol import SEEDS, ChatRequest, CompletionRequest, Reply, RequestError
+from failfast_jax.serving.queue import Queue, QueueClosed, QueueFull
+from failfast_jax.serving.serve_options import ServeOptions
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+TOO_LONG = "context_length_exceeded"
 
 
-class ClientDisconnected(Exception):
-    """The client has closed the connection."""
+def refusal(error: Exception) -> RequestError:
+    """The reason why a queue gives no answer, for a client."""
+    if isinstance(error, QueueFull):
+        wait = {"Retry-After": str(round(error.seconds))}
+        return RequestError(f"{error}; try again", status=429, code="queue_full", **wait)
+    if isinstance(error, QueueClosed):
+        return RequestError(f"the server cannot answer: {error}", status=503, code="unavailable")
+    if isinstance(error, (OptionError, PromptError)):
+        return RequestError(str(error), param=str(error).split()[0])
+    return RequestError(str(error), status=500)
 
 
 class AnswerStream:
-    """The answers to one HTTP request; leaving the context frees their rows.
+    """The answers to one HTTP request.
 
     Args:
       timeout: seconds from the construction to the end of the last answer.
 
     Attributes:
-      answers: in order of their choices.
       finished: whole answers, by choice.
     """
 
-    def __init__(self, queue: Queue, request: starlette.requests.Request, timeout: float):
-        self._queue, self._request, self._timeout = queue, request, timeout
+    def __init__(self, queue: Queue, metrics: Metrics, request: Request, timeout: float):
+        self._queue, self._metrics, self._request = queue, metrics, request
         self._loop = asyncio.get_running_loop()
-        self._end = self._loop.time() + timeout
-        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
-        """None: the client is gone."""
+        self._items: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
+        """Pieces by choice, or the reason why there will be no more."""
+        late = RequestError(f"no whole answer within {timeout} seconds", status=504, code="timeout")
+        self._timer = self._loop.call_later(timeout, self._items.put_nowait, late)
         self._left = False
-        self.answers: list[Answer] = []
+        self._answers: list[Answer] = []
         self.finished: dict[int, Finished] = {}
 
-    async def __aenter__(self) -> AnswerStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.leave()
-
     def leave(self) -> None:
-        """Cancels unfinished answers. May be called more than once."""
+        """Cancels unfinished answers, which frees their rows. May be called more than once."""
         self._left = True
-        for answer in self.answers:
+        self._timer.cancel()
+        for answer in self._answers:
             answer.cancel()
 
-    async def submit(self, prepare: Callable[[], list[dict[str, Any]]]) -> None:
-        """Puts all answers in line, or none.
-
-        Args:
-          prepare: returns arguments of `Queue.submit`; it may take long, and is called in a thread.
+    def submit(self, submissions: list[dict[str, Any]]) -> None:
+        """Puts an answer in line for each (arguments of `Queue.submit`), or none. For any thread.
 
         Raises:
           RequestError: the queue does not take them.
         """
         try:
-            await asyncio.to_thread(self._submit, prepare)
-        except BaseException:
-            self.leave()
-            raise
-
-    def _submit(self, prepare: Callable[[], list[dict[str, Any]]]) -> None:
-        try:
-            for index, options in enumerate(prepare()):
+            for index, options in enumerate(submissions):
                 on_piece = functools.partial(self._on_piece, index)
-                self.answers.append(self._queue.submit(on_piece=on_piece, **options))
-        except (OptionError, PromptError) as error:
-            raise RequestError(str(error)) from None
-        except QueueFull as error:
-            wait = {"Retry-After": str(round(error.seconds))}
-            raise RequestError(f"{error}; try again", status=429, code="queue_full", **wait) from None
-        except QueueClosed as error:
-            raise _unavailable(error) from None
+                self._answers.append(self._queue.submit(on_piece=on_piece, **options))
+        except (OptionError, PromptError, QueueFull, QueueClosed) as error:
+            raise refusal(error) from None
         finally:
             if self._left:  # while this thread worked
                 self.leave()
 
     def _on_piece(self, index: int, piece: Piece) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
+            self._loop.call_soon_threadsafe(self._items.put_nowait, (index, piece))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yields the pieces of all answers, until all have ended.
 
         Raises:
-          ClientDisconnected: the client went away.
+          ClientDisconnect: the client went away.
           RequestError: time is up, or an answer failed.
         """
         watch = asyncio.create_task(self._watch_client())
         try:
-            while len(self.finished) < len(self.answers):
-                try:
-                    async with asyncio.timeout_at(self._end):
-                        item = await self._pieces.get()
-                except TimeoutError:
-                    message = f"no whole answer within {self._timeout} seconds"
-                    raise RequestError(message, status=504, code="timeout") from None
-                if item is None:
-                    raise ClientDisconnected
+            while len(self.finished) < len(self._answers):
+                item = await self._items.get()
+                if isinstance(item, Exception):
+                    raise item
                 index, piece = item
-                if isinstance(piece.error, QueueClosed):
-                    raise _unavailable(piece.error)
                 if piece.error is not None:
-                    raise RequestError(str(piece.error), status=500)
+                    raise refusal(piece.error)
                 if piece.finished is not None:
+                    self._metrics.on_finished(piece.finished)
                     self.finished[index] = piece.finished
                 yield index, piece
         finally:
@@ -123,22 +113,103 @@ class AnswerStream:
     async def _watch_client(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self._pieces.put_nowait(None)
+        self._items.put_nowait(ClientDisconnect())
 
 
-class EventResponse(StreamingResponse):
-    """Server-sent events; the rows are freed even if the stream never begins."""
+class Service:
+    """Answers checked requests.
 
-    def __init__(self, answers: AnswerStream, events: AsyncIterator[bytes]):
-        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
-        self._answers = answers
+    Args:
+      queue: open.
+      options: of the server.
+      model: name of the model in the API.
+    """
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    def __init__(self, queue: Queue, options: ServeOptions, model: str):
+        self.queue, self.options, self.model = queue, options, model
+        self.metrics, self._spelling = Metrics(queue), Spelling(queue.engine.tokenizer)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RequestError: another model is requested."""
+        if name not in (None, self.model):
+            message = f"the model {name!r} does not exist; this server has {self.model!r}"
+            raise RequestError(message, status=404, param="model", code="model_not_found")
+
+    def _submissions(self, request: CompletionRequest | ChatRequest) -> list[dict[str, Any]]:
+        """Arguments of `Queue.submit` for each answer: the samples of each prompt. May take long.
+
+        Raises:
+          RequestError: a request that cannot be served.
+        """
+        template, prompts, samples = isinstance(request, ChatRequest), request.prompts, request.n
+        most = min(self.options.max_choices, self.options.waiting)
+        if len(prompts) * samples > most:
+            message = f"n: {len(prompts) * samples} answers are requested; this server gives at most {most}"
+            raise RequestError(message, param="n")
         try:
-            await super().__call__(scope, receive, send)
+            encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]
+        except PromptError as error:
+            # Clients see the name of the model, not its path.
+            message = str(error).replace(str(self.queue.engine.target_name), self.model)
+            code = TOO_LONG if isinstance(error, PromptTooLong) else None
+            raise RequestError(message, param="messages" if template else "prompt", code=code) from None
+        longest = max(map(len, encoded))
+        if request.limit is not None and longest + request.limit > self.queue.capacity:
+            message = (
+                f"max_tokens: {longest} tokens of the prompt and {request.limit} of its answer exceed the "
+                f"{self.queue.capacity} tokens that this server has room for"
+            )
+            raise RequestError(message, param="max_tokens", code=TOO_LONG)
+        options = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "ignore_eos")}
+        options |= {
+            "seed": secrets.randbelow(SEEDS) if request.seed is None else request.seed % SEEDS,
+            "max_new_tokens": request.limit or self.options.max_new_tokens,
+            "stop": request.stops,
+            "logprobs": request.best_tokens,
+            "own_turn": template,
+        }
+        return [{"prompt": ids, "sequence": sample, **options} for ids in encoded for sample in range(samples)]
+
+    async def answer(self, request: CompletionRequest | ChatRequest, http: Request) -> Response:
+        """The answer to a request, whole or as a stream."""
+        self.check_model(request.model)
+        reply = Reply(self.model, request, self._spelling)
+        answers = AnswerStream(self.queue, self.metrics, http, self.options.timeout)
+        try:
+            await asyncio.to_thread(lambda: answers.submit(self._submissions(request)))
+        except BaseException:
+            answers.leave()
+            raise
+        if request.stream:
+            leave = BackgroundTask(answers.leave)  # also if the stream never begins
+            events = self._events(answers, reply, request)
+            return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream", leave)
+        async for _ in answers.pieces():
+            pass
+        return JSONResponse(reply.whole(answers.finished))
+
+    async def _events(self, answers: AnswerStream, reply: Reply, request: Any) -> AsyncIterator[bytes]:
+        """Server-sent events."""
+
+        def event(data: dict[str, Any]) -> bytes:
+            return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+        begun: set[int] = set()
+        try:
+            async for index, piece in answers.pieces():
+                if piece.text or piece.logprobs or index not in begun:
+                    yield event(reply.chunk(index, piece, first=index not in begun))
+                    begun.add(index)
+                if piece.finished is not None:
+                    yield event(reply.end(index, piece.finished.finish_reason))
+        except ClientDisconnect:
+            return
+        except RequestError as error:  # too late for a status
+            self.metrics.on_stream_error(error.status)
+            yield event(error.body)
+            return
         finally:
-            self._answers.leave()
-
-
-def _unavailable(error: QueueClosed) -> RequestError:
-    return RequestError(f"the server cannot answer: {error}", status=503, code="unavailable")
+            answers.leave()
+        if request.stream_options.include_usage:
+            yield event(reply.usage(answers.finished))
+        yield b"data: [DONE]\n\n"

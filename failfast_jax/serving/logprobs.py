@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -79,19 +80,17 @@ def of_completion(
     """`logprobs` of a completion's choice.
 
     Args:
-      offset: characters before these tokens, for entries without an offset.
+      offset: characters of the text before these tokens.
       best: number of most probable tokens that were requested; the picked token is reported beside them.
     """
-    offsets = []
-    for token, entry in zip(ids, entries):
-        offsets.append(offset if entry.offset is None else entry.offset)
-        offset += len(spelling.text(token))
 
     def top(token: int, entry: TokenLogprob) -> dict[str, float]:
         # Of two tokens with the same text the more probable one overwrites the other.
         pairs = [(token, entry.logprob), *reversed(entry.best)]
         return {spelling.name(other): max(logprob, LEAST) for other, logprob in pairs}
 
+    # Tokens of 4 and 3 characters after 7 others begin at [7, 11].
+    offsets = list(itertools.accumulate((len(spelling.text(token)) for token in ids), initial=offset))[:-1]
     return {
         "tokens": [spelling.name(token) for token in ids],
         "token_logprobs": [max(entry.logprob, LEAST) for entry in entries],

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from failfast_jax.serving.queue import Piece, Queue
+from failfast_jax.serving.answer import Finished
+from failfast_jax.serving.queue import Queue
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
-COUNTERS = {
-    "prompt_tokens": "tokens of prompts",
-    "reused_tokens": "tokens of prompts that no prefill computed again",
-    "output_tokens": "tokens emitted",
-    "rounds": "rounds of finished requests",
-    "drafted": "tokens drafted for finished requests",
-    "accepted": "drafted tokens that the target accepted",
-    "slices": "dispatches of the decoding loop",
-    "busy_rows": "rows that decoded, summed over slices",
-    "decode_s": "time spent decoding",
-}
-"""Fields of `scheduler.SchedulerCounts`."""
-NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens", "decode_s": "decode_seconds"}
-"""Metrics whose names differ from their fields'."""
 
 
 class QueueCollector(Collector):
@@ -36,21 +24,24 @@ class QueueCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields the present values."""
         counts, scheduler = self._queue.scheduler.counts, self._queue.scheduler
-        for field, help in COUNTERS.items():
-            yield CounterMetricFamily(f"failfast_{NAMES.get(field, field)}", help, value=getattr(counts, field))
+        for field in dataclasses.fields(counts):
+            if help := field.metadata.get("help"):
+                yield CounterMetricFamily(f"failfast_{field.name}", help, value=getattr(counts, field.name))
         help = "programs that were compiled, or read from the compile cache"
         yield CounterMetricFamily("failfast_compilations", help, value=self._queue.compilations.requests)
         requests = CounterMetricFamily("failfast_requests", "requests by reason of their end", labels=("reason",))
         for reason, count in sorted(dict(counts.finished).items()):
             requests.add_metric((reason,), count)
         yield requests
-        per_round = 1 + counts.accepted / counts.rounds if counts.rounds else 0
+        per_second = counts.output_tokens / (counts.decode_seconds or 1)
+        acceptance = counts.accepted_tokens / (counts.drafted_tokens or 1)
+        per_round = 1 + counts.accepted_tokens / counts.rounds if counts.rounds else 0
         for name, help, value in (
-            ("queue_length", "requests that wait for a row", self._queue.waiting),
+            ("queue_length", "requests that wait for a row", scheduler.waiting),
             ("rows", "rows", self._queue.batch),
             ("rows_busy", "rows that decode", scheduler.busy),
-            ("tokens_per_second", "tokens per second of decoding", counts.output_tokens / (counts.decode_s or 1)),
-            ("acceptance", "accepted per drafted token, finished requests", counts.accepted / (counts.drafted or 1)),
+            ("tokens_per_second", "tokens per second of decoding", per_second),
+            ("acceptance", "accepted per drafted token, finished requests", acceptance),
             ("tokens_per_round", "accepted tokens per round and the target's own: papers' tau", per_round),
         ):
             yield GaugeMetricFamily(f"failfast_{name}", help, value=value)
@@ -76,13 +67,12 @@ class Metrics:
         self._responses = counter("responses", "HTTP responses by status; streams that fail later count as 200")
         self._stream_errors = counter("stream_errors", "errors in streams by their status")
 
-    def on_piece(self, piece: Piece) -> None:
-        """Records the times of a finished answer."""
-        if (answer := piece.finished) is not None:
-            self._waited.observe(answer.waited_s)
-            self._whole.observe(answer.total_s)
-            if answer.first_s is not None:
-                self._first.observe(answer.first_s)
+    def on_finished(self, answer: Finished) -> None:
+        """Records the times of an answer."""
+        self._waited.observe(answer.waited_s)
+        self._whole.observe(answer.total_s)
+        if answer.first_s is not None:
+            self._first.observe(answer.first_s)
 
     def on_status(self, status: int) -> None:
         """Counts a response."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import ConfigDict, Field, model_validator
 
 from failfast_jax.generation_config import HOTTEST
-from failfast_jax.results import TokenLogprob
+from failfast_jax.serving.answer import Finished, Piece
 from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
-from failfast_jax.serving.queue import Finished, Piece
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 MOST_STOPS, MOST_LOGPROBS = 16, 20
@@ -69,6 +69,9 @@ def validation_error(errors: Sequence[dict[str, Any]]) -> RequestError:
     return RequestError(f"{place or 'the body'}: {message}", param=place or None)
 
 
+IGNORED = set("user metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier".split())
+IGNORED |= {"include_obfuscation", "name", "annotations"}
+"""Fields of requests, stream options and messages that change nothing."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
@@ -80,16 +83,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
 }
-"""Values with which fields that are not served change nothing."""
+"""Values with which fields that are not served change nothing; null and empty ones are others."""
 
 
-def _without_empty(value: Any) -> Any:
-    """None for null, an empty text, and lists and objects of nothing else; objects without such entries."""
+def _has_effect(name: str, value: Any) -> bool:
+    """True if a field that is not served might change the answer."""
     if isinstance(value, dict):
-        return {name: entry for name, entry in value.items() if _without_empty(entry) is not None} or None
-    if isinstance(value, list):
-        return value if any(_without_empty(entry) is not None for entry in value) else None
-    return None if value == "" else value
+        value = {key: entry for key, entry in value.items() if _has_effect("", entry)}
+    return value not in (None, "", [], {}) and name not in IGNORED and value not in NEUTRAL.get(name, ())
 
 
 class _Body(pydantic.BaseModel):
@@ -98,60 +99,43 @@ class _Body(pydantic.BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: Any) -> Any:
-        """Drops unknown fields without effect: many clients send every field that they know."""
+        """Drops null, and unknown fields without effect: many clients send every field that they know."""
         if not isinstance(body, dict):
             return body
-        neutral = NEUTRAL | {"best_of": (1, body.get("n"))}
-
-        def has_effect(name: str, value: Any) -> bool:
-            value = _without_empty(value)
-            return value is not None and value not in neutral.get(name, ())
-
-        return {name: value for name, value in body.items() if name in cls.model_fields or has_effect(name, value)}
+        known = {name: value for name, value in body.items() if value is not None and name in cls.model_fields}
+        return known | {n: value for n, value in body.items() if n not in cls.model_fields and _has_effect(n, value)}
 
 
 class StreamOptions(_Body):
     """Options of a streamed answer."""
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_usage: bool = False
 
 
 class _Request(_Body):
     """Fields of both kinds of requests. Fields that would change the text, and are not served, are refused."""
 
     model: str | None = None
-    temperature: float | None = Field(default=None, ge=0, le=HOTTEST, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(
-        default=None, ge=0, lt=2**31, description="not OpenAI's: keep the k best; 0: all, 1: greedy"
-    )
+    temperature: float = Field(default=1.0, ge=0, le=HOTTEST, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0, lt=2**31, description="not OpenAI's: keep the k best; 0: all, 1: greedy")
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="taken modulo 2**32")
-    n: int | None = Field(default=None, ge=1, le=65536)
+    n: int = Field(default=1, ge=1, le=65536)
     max_tokens: int | None = Field(default=None, ge=1, lt=2**30)
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = Field(default=None, description="not OpenAI's: go on after stop tokens")
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = Field(default=False, description="not OpenAI's: go on after stop tokens")
 
     @model_validator(mode="after")
-    def _check(self) -> _Request:
+    def _check_stops(self) -> _Request:
         if len(self.stops) > MOST_STOPS or not all(self.stops):
             raise ValueError(f"stop: must be at most {MOST_STOPS} strings, none of them empty")
-        if not self.stream and self.stream_options and any(self.stream_options.model_dump().values()):
-            raise ValueError("stream_options: only with stream")
         return self
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def limit(self) -> int | None:
@@ -189,8 +173,6 @@ class ChatMessage(_Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-    annotations: list[dict[str, Any]] | None = None
     reasoning_content: str | None = Field(default=None, description="not OpenAI's: for templates that write it")
     reasoning: str | None = Field(default=None, description="another name of reasoning_content")
 
@@ -199,7 +181,7 @@ class ChatMessage(_Body):
     def _fill_content(cls, message: Any) -> Any:
         """Replaces the missing content of an assistant's turn by an empty text."""
         is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-        return {**message, "content": ""} if is_answer and _without_empty(message.get("content")) is None else message
+        return {**message, "content": ""} if is_answer and message.get("content") in (None, []) else message
 
     @property
     def plain(self) -> dict[str, str]:
@@ -214,14 +196,12 @@ class ChatRequest(_Request):
     """A conversation to continue by its next turn."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**30)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**30, description="counts before max_tokens")
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
 
     @model_validator(mode="after")
-    def _check_chat(self) -> ChatRequest:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_completion_tokens: is another name of max_tokens, and both have different values")
+    def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         return self
@@ -239,26 +219,7 @@ class ChatRequest(_Request):
     @property
     def best_tokens(self) -> int | None:
         """As in `CompletionRequest`."""
-        return self.top_logprobs or 0 if self.logprobs else None
-
-
-def usage_of(finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
-    """Token counts of a request with so many prompts and the same number of answers to each. `speculation` is not
-    OpenAI's."""
-    firsts = finished[:: len(finished) // prompts]
-    prompt = sum(len(answer.prompt_ids) for answer in firsts)
-    output = sum(len(answer.output_ids) for answer in finished)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(answer.reused for answer in firsts)},
-        "speculation": {
-            "rounds": sum(len(answer.rounds) for answer in finished),
-            "drafted_tokens": sum(answer.drafted for answer in finished),
-            "accepted_tokens": sum(answer.accepted for answer in finished),
-        },
-    }
+        return self.top_logprobs if self.logprobs else None
 
 
 class Reply:
@@ -266,13 +227,15 @@ class Reply:
 
     Args:
       spelling: of the tokens whose log-probabilities are reported.
-      best: most probable tokens to report beside each.
     """
 
-    def __init__(self, model: str, chat: bool, spelling: Spelling, best: int | None):
-        self._chat, self._spelling, self._best = chat, spelling, best
+    def __init__(self, model: str, request: CompletionRequest | ChatRequest, spelling: Spelling):
+        self._chat, self._spelling = isinstance(request, ChatRequest), spelling
+        self._best, self._prompts = request.best_tokens, len(request.prompts)
+        self._lengths: collections.Counter[int] = collections.Counter()
+        """Characters of each choice so far, as its tokens spell them."""
         self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
@@ -281,28 +244,30 @@ class Reply:
         kind = ("chat.completion" + ".chunk" * chunk) if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, **usage}
 
-    def _logprobs(self, ids: Sequence[int], entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        if entries is None:
+    def _logprobs(self, index: int, part: Finished | Piece, ids: Sequence[int]) -> dict[str, Any] | None:
+        if part.logprobs is None:
             return None
         if self._chat:
-            return of_chat(self._spelling, ids, entries)
-        return of_completion(self._spelling, ids, entries, 0, self._best or 0)
+            return of_chat(self._spelling, ids, part.logprobs)
+        offset = self._lengths[index]
+        self._lengths[index] += sum(len(self._spelling.text(token)) for token in ids)
+        return of_completion(self._spelling, ids, part.logprobs, offset, self._best or 0)
 
-    def whole(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
-        """The answer in one piece."""
+    def whole(self, finished: Mapping[int, Finished]) -> dict[str, Any]:
+        """The answers by choice, in one piece."""
         choices = []
-        for index, answer in enumerate(finished):
+        for index, answer in sorted(finished.items()):
             text = {"message": {"role": "assistant", "content": answer.text}} if self._chat else {"text": answer.text}
-            reason, logprobs = FINISH_REASONS[answer.finish_reason], self._logprobs(answer.output_ids, answer.logprobs)
+            reason, logprobs = FINISH_REASONS[answer.finish_reason], self._logprobs(index, answer, answer.output_ids)
             choices.append({"index": index, **text, "finish_reason": reason, "logprobs": logprobs})
-        return self._reply(choices, chunk=False, usage=usage_of(finished, prompts))
+        return self._reply(choices, chunk=False, usage=self._usage(finished))
 
     def chunk(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         """A piece of one choice."""
         text = {("content" if self._chat else "text"): piece.text or ""}
         if self._chat:
             text = {"delta": {"role": "assistant", **text} if first else text}
-        logprobs = self._logprobs(piece.ids, piece.logprobs)
+        logprobs = self._logprobs(index, piece, piece.ids)
         return self._reply([{"index": index, **text, "finish_reason": None, "logprobs": logprobs}])
 
     def end(self, index: int, reason: str) -> dict[str, Any]:
@@ -310,6 +275,24 @@ class Reply:
         text: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         return self._reply([{"index": index, **text, "finish_reason": FINISH_REASONS[reason], "logprobs": None}])
 
-    def usage(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
+    def usage(self, finished: Mapping[int, Finished]) -> dict[str, Any]:
         """The last chunk of a stream with usage."""
-        return self._reply([], usage=usage_of(finished, prompts))
+        return self._reply([], usage=self._usage(finished))
+
+    def _usage(self, finished: Mapping[int, Finished]) -> dict[str, Any]:
+        """Token counts; those of a prompt count once for all its samples. `speculation` is not OpenAI's."""
+        answers = [answer for _, answer in sorted(finished.items())]
+        firsts = answers[:: len(answers) // self._prompts]
+        prompt = sum(len(answer.prompt_ids) for answer in firsts)
+        output = sum(len(answer.output_ids) for answer in answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.reused for answer in firsts)},
+            "speculation": {
+                "rounds": sum(len(answer.rounds) for answer in answers),
+                "drafted_tokens": sum(answer.drafted for answer in answers),
+                "accepted_tokens": sum(answer.accepted for answer in answers),
+            },
+        }

@@ -1,7 +1,7 @@
 """Continuous batching: any number of requests take turns in the rows of one session. Token ids in, token ids out.
 
     scheduler = Scheduler(runtime, drafter, RowSettings(batch=4, capacity=1024))
-    scheduler.submit(job)
+    scheduler.submit(answer)
     while scheduler.step():
         ...
 
@@ -25,8 +25,9 @@ from failfast_jax.decoding.decode_state import FAILED, RUNNING
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.engine import FINISH_REASONS
 from failfast_jax.errors import NonFiniteError
-from failfast_jax.results import TokenLogprob
-from failfast_jax.runtime.model_runtime import Request, RowLog, Runtime
+from failfast_jax.results import RowLog
+from failfast_jax.runtime.model_runtime import Request, Runtime
+from failfast_jax.serving.answer import Answer
 from failfast_jax.util import processes
 
 STOPPED, CANCELLED, ERROR = "stop", "cancelled", "error"
@@ -34,57 +35,26 @@ STOPPED, CANCELLED, ERROR = "stop", "cancelled", "error"
 NO_ROUNDS = RowLog([], 0, 0)
 
 
-class Job:
-    """A request and what becomes of it. A subclass delivers the answer; its methods must neither block nor raise.
-
-    This class itself delivers nothing: processes other than the first compute with it.
-
-    Attributes:
-      request: the request.
-      logprobs: whether it receives log-probabilities, which only some schedulers keep.
-      ids: tokens emitted so far.
-      cancelled: if set, from any thread, the row is free within a slice.
-      satisfied: no more tokens are wanted; the row is free when the next step begins.
-      reused: prompt tokens that were not prefilled because a row held them already.
-      submitted, started, first: `time.perf_counter()` of the arrival, of the start of its prefill, and of its first
-        token; None: not yet.
-    """
-
-    def __init__(self, request: Request, logprobs: bool = False):
-        self.request, self.logprobs = request, logprobs
-        self.ids: list[int] = []
-        self.cancelled = self.satisfied = False
-        self.reused = 0
-        self.submitted = time.perf_counter()
-        self.started: float | None = None
-        self.first: float | None = None
-
-    def on_tokens(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """Receives new tokens, and their log-probabilities if the job asked for them."""
-
-    def on_finish(self, reason: str, log: RowLog) -> None:
-        """Receives the reason of the end, and the rounds (none for a job that was never begun)."""
-
-    def on_error(self, error: BaseException) -> None:
-        """Receives the reason why there will be no answer."""
+def _total(help: str, default: float = 0) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclasses.dataclass
 class SchedulerCounts:
-    """Totals of a scheduler. `reused_tokens` are part of `prompt_tokens`; `busy_rows` is summed over slices; `rounds`,
-    `drafted` and `accepted` count finished requests; `finished` counts the `ended` requests by reason."""
+    """Totals of a scheduler; a field with a `help` is a metric of its name."""
 
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    output_tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    slices: int = 0
-    busy_rows: int = 0
-    decode_s: float = 0.0
+    prompt_tokens: int = _total("tokens of prompts")
+    reused_tokens: int = _total("tokens of prompts that no prefill computed again")
+    output_tokens: int = _total("tokens emitted")
+    rounds: int = _total("rounds of finished requests")
+    drafted_tokens: int = _total("tokens drafted for finished requests")
+    accepted_tokens: int = _total("drafted tokens that the target accepted")
+    slices: int = _total("dispatches of the decoding loop")
+    busy_rows: int = _total("rows that decoded, summed over slices")
+    decode_seconds: float = _total("time spent decoding", 0.0)
     ended: int = 0
     finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    """The `ended` requests by reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,18 +83,18 @@ class RowSettings:
 
 @dataclasses.dataclass
 class _Row:
-    job: Job | None = None
+    answer: Answer | None = None
     text: list[int] = dataclasses.field(default_factory=list)
-    """Tokens in its caches: prompt and output of the job, or of the last one."""
+    """Tokens in its caches: prompt and output of the answer, or of the last one."""
     used: int = 0
     """Order of its last start; larger is later."""
 
 
 @dataclasses.dataclass
 class _Prefill:
-    """The prefill of one job in progress: `chunks` are left, each of about `width` tokens."""
+    """The prefill of one answer in progress: `chunks` are left, each of about `width` tokens."""
 
-    job: Job
+    answer: Answer
     row: int
     states: Iterator[Any]
     chunks: int
@@ -133,7 +103,7 @@ class _Prefill:
 
 
 class Scheduler:
-    """Rows of one session, and the requests that wait for them, in order of arrival. For one thread.
+    """Rows of one session, and the requests that wait for them, in order of arrival. Only `submit` is for any thread.
 
     Args:
       runtime: the compiled pair.
@@ -157,9 +127,9 @@ class Scheduler:
             self.single = runtime.session(drafter, batch=groups, decodes=False, **common)
         self._settings, self._reuse = rows, rows.reuse and (batch == 1 or not rows.exact)
         self._rows = [_Row() for _ in range(batch)]
-        self._arrived: list[Job] = []
-        """Jobs since the last step, which moves them to `_waiting`."""
-        self._waiting: collections.deque[Job] = collections.deque()
+        self._arrived: collections.deque[Answer] = collections.deque()
+        """Answers since the last step, which moves them to `_waiting`."""
+        self._waiting: collections.deque[Answer] = collections.deque()
         self._current: _Prefill | None = None
         self._clock = itertools.count(1)
         self.counts = SchedulerCounts()
@@ -195,11 +165,11 @@ class Scheduler:
     @property
     def busy(self) -> int:
         """Number of rows that decode."""
-        return sum(row.job is not None for row in self._rows)
+        return sum(row.answer is not None for row in self._rows)
 
-    def submit(self, job: Job) -> None:
-        """Puts a request at the end of the line."""
-        self._arrived.append(job)
+    def submit(self, answer: Answer) -> None:
+        """Puts a request at the end of the line, from any thread."""
+        self._arrived.append(answer)
 
     def step(self) -> bool:
         """Prefills, if a request waits and a row is free, and decodes a slice. Returns whether there is more."""
@@ -218,34 +188,34 @@ class Scheduler:
             self._sync_requests(last=True)
 
     def abandon(self, error: BaseException) -> None:
-        """Ends every job with an error."""
+        """Ends every answer with an error."""
         self._waiting += self._arrived
-        self._arrived = []
-        for job in self._jobs():
-            self._end(job, ERROR, error)
+        self._arrived.clear()
+        for answer in self._answers():
+            self._end(answer, ERROR, error)
 
-    def _jobs(self) -> list[Job]:
-        """Jobs that have a row, are being prefilled, or wait."""
-        current = [] if self._current is None else [self._current.job]
-        return [*(row.job for row in self._rows if row.job is not None), *current, *self._waiting]
+    def _answers(self) -> list[Answer]:
+        """Answers that have a row, are being prefilled, or wait."""
+        current = [] if self._current is None else [self._current.answer]
+        return [*(row.answer for row in self._rows if row.answer is not None), *current, *self._waiting]
 
     def _sync_requests(self, last: bool = False) -> bool:
         """Takes in new requests and cancellations, in all processes alike. Returns whether more steps follow."""
-        arrived, self._arrived = self._arrived, []
-        jobs = [*self._jobs(), *arrived]
-        reasons = [CANCELLED if job.cancelled else STOPPED if job.satisfied else None for job in jobs]
+        arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        self._waiting += arrived
+        answers = self._answers()
+        reasons = [CANCELLED if answer.cancelled else STOPPED if answer.satisfied else None for answer in answers]
         if not processes.is_single_process():
-            requests = [(dataclasses.astuple(job.request), job.logprobs) for job in arrived]
+            requests = [(dataclasses.astuple(answer.request), answer.best) for answer in arrived]
             requests, reasons, last = processes.broadcast_from_primary([requests, reasons, last])
             if not processes.is_primary():
-                arrived = [Job(Request(*fields), logprobs) for fields, logprobs in requests]
-                jobs += arrived
-        self._waiting += arrived
-        ended = {job: reason for job, reason in zip(jobs, reasons, strict=True) if reason}
-        if rows := [number for number, row in enumerate(self._rows) if row.job in ended]:
+                self._waiting += [Answer(Request(*fields), best=best) for fields, best in requests]
+                answers = self._answers()
+        ended = {answer: reason for answer, reason in zip(answers, reasons, strict=True) if reason}
+        if rows := [number for number, row in enumerate(self._rows) if row.answer in ended]:
             self._state = self.session.end(self._state, rows)
-        for job, reason in ended.items():
-            self._end(job, reason)
+        for answer, reason in ended.items():
+            self._end(answer, reason)
         return not last
 
     def _work(self) -> None:
@@ -255,55 +225,55 @@ class Scheduler:
             return
         begin = time.perf_counter()
         # First tokens should not wait for later rounds.
-        fresh = any(row.job is not None and row.job.first is None for row in self._rows)
+        fresh = any(row.answer is not None and row.answer.first is None for row in self._rows)
         self._state = self.session.advance(self._state, 1 if fresh else self._settings.rounds, until_any=True)
         progress = self.session.read(self._state)
-        self.counts.decode_s += time.perf_counter() - begin
+        self.counts.decode_seconds += time.perf_counter() - begin
         self.counts.slices += 1
         self.counts.busy_rows += self.busy
         self._deliver(progress.ids, progress.finish)
 
     def _deliver(self, ids: Sequence[list[int]], finish: Sequence[int]) -> None:
-        """Hands new tokens to their jobs, and ends the rows that finished."""
-        jobs = {number: row.job for number, row in enumerate(self._rows) if row.job is not None}
-        wanted = {number: len(job.ids) for number, job in jobs.items() if job.logprobs}
+        """Hands new tokens to their answers, and ends the rows that finished."""
+        answers = {number: row.answer for number, row in enumerate(self._rows) if row.answer is not None}
+        wanted = {number: len(answer.ids) for number, answer in answers.items() if answer.best is not None}
         logprobs = self.session.logprobs(self._state, wanted) if wanted else {}
-        for number, job in jobs.items():
-            row, new = self._rows[number], ids[number][len(job.ids) :]
-            job.ids, row.text = ids[number], [*job.request.prompt, *ids[number]]
+        for number, answer in answers.items():
+            row, new = self._rows[number], ids[number][len(answer.ids) :]
+            answer.ids, row.text = ids[number], [*answer.request.prompt, *ids[number]]
             if new:
-                job.first = job.first or time.perf_counter()
+                answer.first = answer.first or time.perf_counter()
                 self.counts.output_tokens += len(new)
-                job.on_tokens(new, logprobs.get(number))
+                answer.on_tokens(new, logprobs.get(number))
             if finish[number] == FAILED:
                 message = f"the target's logits for position {len(row.text)} are not finite"
                 row.text = []  # nothing continues from its caches
-                self._end(job, ERROR, NonFiniteError(message))
+                self._end(answer, ERROR, NonFiniteError(message))
             elif finish[number] != RUNNING:
-                self._end(job, STOPPED if job.satisfied else FINISH_REASONS[finish[number]])
+                self._end(answer, STOPPED if answer.satisfied else FINISH_REASONS[finish[number]])
 
-    def _end(self, job: Job, reason: str, error: BaseException | None = None) -> None:
-        """Ends a job, wherever it is. Its row keeps the caches, for prompts that begin alike."""
+    def _end(self, answer: Answer, reason: str, error: BaseException | None = None) -> None:
+        """Ends an answer, wherever it is. Its row keeps the caches, for prompts that begin alike."""
         log = NO_ROUNDS
-        if job in self._waiting:
-            self._waiting.remove(job)
-        elif self._current is not None and job is self._current.job:
+        if answer in self._waiting:
+            self._waiting.remove(answer)
+        elif self._current is not None and answer is self._current.answer:
             self._current = None
         else:
-            number = next(number for number, row in enumerate(self._rows) if row.job is job)
+            number = next(number for number, row in enumerate(self._rows) if row.answer is answer)
             if error is None:
-                # Read first: if that fails, `abandon` still finds the job in its row.
+                # Read first: if that fails, `abandon` still finds the answer in its row.
                 log = self.session.rounds_of(self._state, number)
-            self._rows[number].job = None
+            self._rows[number].answer = None
         self.counts.rounds += len(log.rounds)
-        self.counts.drafted += sum(len(entry.drafted) for entry in log.rounds)
-        self.counts.accepted += sum(entry.accepted for entry in log.rounds)
+        self.counts.drafted_tokens += log.drafted
+        self.counts.accepted_tokens += log.accepted
         self.counts.finished[reason] += 1
         self.counts.ended += 1
         if error is None:
-            job.on_finish(reason, log)
+            answer.on_finish(reason, log)
         else:
-            job.on_error(error)
+            answer.on_error(error)
 
     def _prefill(self) -> None:
         """Prefills the next requests; while rows decode, at most as many tokens as the widest chunk holds."""
@@ -317,31 +287,32 @@ class Scheduler:
                 left -= current.width
             if not current.chunks:
                 self._state = self.session.insert(self._state, current.row, current.state)
-                self._rows[current.row] = _Row(current.job, list(current.job.request.prompt), next(self._clock))
+                self._rows[current.row] = _Row(current.answer, list(current.answer.request.prompt), next(self._clock))
                 self._current = None
 
     def _begin(self) -> bool:
         """Begins the prefill of the next request, if a row is free."""
-        free = [number for number, row in enumerate(self._rows) if row.job is None]
+        free = [number for number, row in enumerate(self._rows) if row.answer is None]
         if not free or not self._waiting:
             return False
-        job = self._waiting[0]
-        job.started = time.perf_counter()
-        prompt = job.request.prompt
+        answer = self._waiting[0]
+        answer.started = time.perf_counter()
+        prompt = answer.request.prompt
         source, common = self._longest_shared_prefix(prompt)
-        least, old = self._settings.least_reuse, None
+        least = self._settings.least_reuse
         if common >= least:
             old = self.session.take(self._state, source)
-            job.reused = self.single.shared(old, common, len(prompt))
-        if old is not None and job.reused >= least:
-            states = self.single.prefill_onto(old, job.request, job.reused)
+            answer.reused = self.single.shared(old, common, len(prompt))
+        if answer.reused >= least:
+            states = self.single.prefill_onto(old, answer.request, answer.reused)
         else:
-            job.reused, states = 0, self.single.prefill_in_chunks([job.request] * self.single.batch)
-        chunks = self.single.chunks_of(len(prompt), job.reused)
+            answer.reused, states = 0, self.single.prefill_in_chunks([answer.request] * self.single.batch)
+        chunks = self.single.chunks_of(len(prompt), answer.reused)
         self.counts.prompt_tokens += len(prompt)
-        self.counts.reused_tokens += job.reused
-        width = (len(prompt) - job.reused) // max(chunks, 1) + 1
-        self._current = _Prefill(job, self._place(free, source if job.reused else None, common), states, chunks, width)
+        self.counts.reused_tokens += answer.reused
+        width = (len(prompt) - answer.reused) // max(chunks, 1) + 1
+        row = self._place(free, source if answer.reused else None, common)
+        self._current = _Prefill(answer, row, states, chunks, width)
         self._waiting.popleft()
         self._current.state = next(states)
         return True

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from typing import Any
 
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.errors import OptionError
@@ -18,33 +16,11 @@ KEY_VARIABLE = "FAILFAST_API_KEY"
 """Environment variable with the key that requests must bring."""
 
 
-def capacity_for(options: Any, max_seq_len: int) -> int:
-    """The room of a row for the `context` and `max_new_tokens` of a command, on an engine with so much room.
-
-    Raises:
-      OptionError: there is less room than an option asks for.
-    """
-    context, limit = options.context, options.max_new_tokens
-    if context is not None and context > max_seq_len:
-        raise OptionError(f"--context {context}: the models have room for {max_seq_len} tokens")
-    capacity = context or min(1024, max_seq_len)
-    if limit != type(options).max_new_tokens and limit >= capacity:
-        raise OptionError(
-            f"--max-new-tokens {limit}: prompt and answer have room for {capacity} tokens together; ask for fewer, or "
-            "raise --context"
-        )
-    return capacity
-
-
-def refuse_diffusion(method: str | None, flag: str = "--method") -> None:
-    """Raises OptionError, before anything is read: a queue does not serve the method.
-
-    Args:
-      flag: names the option in the message.
-    """
+def refuse_diffusion(method: str | None) -> None:
+    """Raises OptionError, before anything is read: a queue does not serve the method."""
     if method == DIFFUSION_METHOD:
         reason = f"a queue serves targets that write token by token; python -m failfast_jax.generate runs {method}"
-        raise OptionError(f"{flag} {method}: {reason}")
+        raise OptionError(f"--method {method}: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,37 +50,22 @@ class ServeOptions(CommandOptions):
     )
     grace: int = option(30, "seconds to finish running requests at shutdown", least=0, most=86400)
 
-    def origins(self) -> list[str]:
-        """Origins of pages that browsers let call the server.
-
-        Raises:
-          OptionError: a value that is no origin.
-        """
-        origins = [] if self.cors_origin is None else [origin.strip() for origin in self.cors_origin.split(",")]
-        for origin in origins:
-            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-                raise OptionError(f"--cors-origin {origin}: must be * or like http://localhost:3000, without a path")
-        return origins
-
     def key(self) -> str | None:
         """The key that requests must bring; None: no key is needed.
 
         Raises:
           OptionError: a file that cannot be read, or a key that is empty or does not fit a header.
         """
-        if self.api_key_file is None:
-            key, where, remedy = os.environ.get(KEY_VARIABLE), KEY_VARIABLE, "; unset it to serve without a key"
-            if key is None:
-                return None
-        else:
-            where, remedy = f"--api-key-file {self.api_key_file}", ""
+        source, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
+        if self.api_key_file is not None:
+            source = f"--api-key-file {self.api_key_file}"
             try:
                 key = user_path(self.api_key_file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise OptionError(f"{where}: cannot be read ({error})") from None
+                raise OptionError(f"{source}: cannot be read ({error})") from None
+        if key is None:
+            return None
         key = key.strip()
-        if not key:
-            raise OptionError(f"{where}: is empty{remedy}")
-        if not (key.isascii() and key.isprintable()):
-            raise OptionError(f"{where}: a key must be one line of printable ASCII, which fits a header")
+        if not (key and key.isascii() and key.isprintable()):
+            raise OptionError(f"{source}: must hold a key, one line of printable ASCII; without one, leave it out")
         return key

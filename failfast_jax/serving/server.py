@@ -1,34 +1,91 @@
-"""Uvicorn around the application, with limits of connections and an orderly end."""
+"""Uvicorn around the application, with a bounded number of connections and an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
-import logging
-import signal
+import os
+import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from failfast_jax.serving.app import build_app
-from failfast_jax.serving.connections import KEEP_ALIVE_S, Connection, evict, room
 from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import BACKLOG, ServeOptions
 from failfast_jax.util import progress
 
-logger = logging.getLogger("failfast_jax")
-
 ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before anything else; with no more files to open, each try ends in a report."""
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-WARNING_S = 60.0
-"""Seconds between two warnings about exhausted files."""
+KEEP_ALIVE_S = 75
+"""Time limit of an idle connection: longer than clients', so that none uses a connection that closes."""
+MOST, LEAST = 4096, 4
+"""Bounds of the number of connections, for any limit of open files."""
+RESERVED = 32
+"""Open files that are left to everything else, and to connections that are still being closed."""
 CUT_S = 2
 """Seconds for telling clients that their answers are cut off."""
+
+
+def room() -> int:
+    """Number of connections that the limit of open files leaves room for."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = Path("/proc/self/fd")
+    used = len(os.listdir(files)) if files.is_dir() else RESERVED
+    left = MOST if limit == resource.RLIM_INFINITY else limit - used - RESERVED
+    return max(LEAST, min(left, MOST))
+
+
+class Connection(H11Protocol):
+    """Uvicorn's protocol, for `most` connections: of more, the one that has waited longest for its client is closed.
+
+    So clients that send nothing, that send slowly, or that do not read their answers keep nobody out. If no connection
+    waits, the new one is closed.
+
+    Attributes:
+      since: time of the last data, of the last answer, or of the last full buffer.
+    """
+
+    def __init__(self, *, most: int, **options: Any):
+        super().__init__(**options)
+        self._most, self.since = most, self.loop.time()
+
+    @property
+    def waits(self) -> bool:
+        """True while it waits for its client to send a request, or the rest of one, or to read."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body or self.flow.write_paused
+
+    def connection_made(self, transport: Any) -> None:
+        """Makes room if there are too many connections."""
+        super().connection_made(transport)
+        others = [other for other in self.connections if other is not self and not other.transport.is_closing()]
+        if len(others) >= self._most:
+            waiting = (other for other in others if other.waits)
+            min(waiting, key=lambda other: other.since, default=self).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads, and records the time."""
+        self.since = self.loop.time()
+        super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        """Records the time."""
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Records the time, when the client's buffer is full."""
+        self.since = self.loop.time()
+        super().pause_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes at once, even if the last answer is still unread."""
+        self.transport.abort()
 
 
 class Server(uvicorn.Server):
@@ -59,7 +116,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=options.grace + 2 * CUT_S,  # the last resort, after `_cut_off`
         )
         super().__init__(config)
-        self._queue, self._grace, self._cut, self._warned = queue, options.grace, 0, -WARNING_S
+        self._queue, self._grace, self._cut = queue, options.grace, 0
         self.signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -69,35 +126,16 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the owner of the process: see `signals_end`."""
+        """Leaves signals to the owner of the process, who passes them to `handle_exit`."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to accept connections, which send at once (asyncio sets that for its own sockets only)."""
         for listening in sockets or ():
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(BACKLOG)  # uvicorn has just set it to `ACCEPTED_AT_ONCE`
-
-    async def on_tick(self, counter: int) -> bool:
-        """Closes connections that are late. Called ten times a second."""
-        now = asyncio.get_running_loop().time()
-        for connection in list(self.server_state.connections):
-            connection.close_if_late(now)
-        return await super().on_tick(counter)
-
-    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handles errors that nothing awaits. If no file can be opened, a connection without a request makes room;
-        asyncio accepts again after a second."""
-        if getattr(context.get("exception"), "errno", None) not in EXHAUSTED:
-            loop.default_exception_handler(context)
-            return
-        evict(self.server_state.connections)
-        if loop.time() - self._warned >= WARNING_S:
-            self._warned = loop.time()
-            logger.warning("connections wait: %s; raise the limit of open files (ulimit -n)", context["exception"])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finishes running answers within the grace period."""
@@ -124,24 +162,6 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         self.force_exit = True
-
-
-@contextlib.contextmanager
-def signals_end(server: Server) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM end the server without an exception, for which its loop might not be ready.
-
-    Raises:
-      KeyboardInterrupt: afterwards, if SIGINT came first.
-    """
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, server.handle_exit) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if server.signals[:1] == [signal.SIGINT]:
-        raise KeyboardInterrupt
 
 
 def _answers(count: int) -> str:

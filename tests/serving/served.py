@@ -1,16 +1,21 @@
-"""A server around a tiny engine, on a real socket."""
+"""A server around a tiny engine, on a real socket, in this process or in one of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
 import re
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +25,20 @@ from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
 
+ROOT = Path(__file__).parents[2]
 CAPACITY = 160
+SERVER = f"""
+import sys
+from failfast_jax import serve
+from served import chat_engine
+from width_sets import SHORTEST
+
+serve.load = lambda args: chat_engine(
+    tensor_parallel=args.tensor_parallel or 1, data_parallel=args.data_parallel or 1, widths=SHORTEST
+)
+options = "--method lookup --max-spec-len 7 --batch 2 --context {CAPACITY} --port 0 --model-name tiny".split()
+raise SystemExit(serve.main([*options, *sys.argv[1:]]))
+"""
 FIVE_SECONDS = ServeOptions(grace=5)
 
 
@@ -56,8 +74,8 @@ class NoQueue(Queue):
         pass
 
 
-def chat_engine() -> FailFast:
-    return new_engine(tokenizer=ChatPieces(), drafter_tokenizer=ChatPieces())
+def chat_engine(**options: Any) -> FailFast:
+    return new_engine(tokenizer=ChatPieces(), drafter_tokenizer=ChatPieces(), **options)
 
 
 @dataclasses.dataclass
@@ -104,6 +122,15 @@ def until(condition, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it is still false"
         time.sleep(0.002)
+
+
+def start(program: str, *words: str) -> subprocess.Popen:
+    """A program in a process of its own, which Ctrl-C interrupts even if it does not interrupt this one."""
+    folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    options = {"text": True, "preexec_fn": hear, "cwd": ROOT, "env": {**os.environ, "PYTHONPATH": folders}}
+    line = [sys.executable, "-c", program, *words]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
 def address_of(server: subprocess.Popen) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 import signal
 import sys
 
@@ -15,7 +14,6 @@ from failfast_jax import chat
 from failfast_jax.answer_trace import to_terminal
 from failfast_jax.chat import Chat, ChatOptions, talk
 from failfast_jax.serving.queue import Answer, Queue
-from failfast_jax.serving.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("few_widths")
 
@@ -24,7 +22,7 @@ LONG = {"max_new_tokens": 200, "temperature": 1.5}
 
 @pytest.fixture(scope="module")
 def open_chat(few_widths):
-    talker = Chat(chat_engine(), quick(), ChatOptions(max_new_tokens=20, context=300, system="brief"))
+    talker = Chat(chat_engine(), quick(max_new_tokens=20), ChatOptions(context=300, system="brief"))
     yield talker
     talker.queue.close()
 
@@ -33,8 +31,8 @@ def open_chat(few_widths):
 def talker(open_chat, monkeypatch):
     """A conversation that begins anew."""
     open_chat.reset()
-    open_chat.answers.clear()
-    monkeypatch.setattr(open_chat, "options", open_chat.options)
+    open_chat.last = None
+    monkeypatch.setattr(open_chat.queue, "config", open_chat.queue.config)
     return open_chat
 
 
@@ -43,7 +41,7 @@ def typed(talker, monkeypatch, capsys):
     """Types lines; returns the output, and the errors."""
 
     def type_lines(*lines: str, **options):
-        talker.options = dataclasses.replace(talker.options, **options)
+        talker.queue.config = dataclasses.replace(talker.queue.config, **options)
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         talk(talker)
         return capsys.readouterr()
@@ -61,37 +59,17 @@ def test_a_conversation(talker, typed):
     assert talker.messages[0]["content"] == "brief"
     assert all(message["content"] in out for message in talker.messages[2::2])
     expected = talker.engine.generate([talker.messages[:-1]], method="vanilla", max_new_tokens=20)[0]
-    assert talker.messages[-1]["content"] == expected.text and talker.answers[-1].reused > 10
+    assert talker.messages[-1]["content"] == expected.text and talker.last.reused > 10
 
 
 def test_commands(talker, typed, monkeypatch):
-    assert typed("/stats", "/trace").out.count("nothing was said") == 2
-    out = typed("abcabcabc", "/trace", "/stats", "/reset", "/method", "/what").out
-    answer = talker.answers[-1].rounds, talker.engine.tokenizer
+    assert "nothing was said" in typed("/trace").out
+    out = typed("abcabcabc", "/trace", "/reset", "/what").out
+    answer = talker.last.rounds, talker.engine.tokenizer
     assert to_terminal(*answer, colours=False) in out and "\033" not in out
-    accepted = sum(entry.accepted for entry in talker.answers[-1].rounds)
-    assert re.search(rf"last: \d+ tokens in .*, {accepted} of \d+ drafted tokens accepted", out)
-    assert "forgotten" in out and "method: lookup" in out and chat.HELP in out and len(talker.messages) == 1
+    assert "forgotten" in out and "/what: " in out and chat.HELP in out and len(talker.messages) == 1
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert to_terminal(*answer) in typed("/trace").out
-
-
-@pytest.mark.long
-def test_another_method_gives_the_same_text(talker, typed):
-    typed("what is it?")
-    text = talker.messages[-1]["content"]
-    out = typed("/reset", "/method vanilla", "what is it?", "/method nonsense", "/method").out
-    assert talker.messages[-1]["content"] == text and out.count("method: vanilla") == 2
-    assert not talker.answers[-1].drafted
-    typed("/method lookup")
-
-
-@pytest.mark.parametrize("method", ["dllm", "nope"])
-def test_refused_methods_change_nothing(talker, typed, method):
-    messages, queue = list(talker.messages), talker.queue
-    out, err = typed(f"/method {method}", "/method")
-    assert f"/method {method}: " in err and ", dllm" not in err and out.startswith("method: lookup")
-    assert talker.messages == messages and talker.queue is queue
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, typed, monkeypatch, interrupts):
@@ -109,12 +87,12 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, typed, monkey
     talker.reset()
     with slowed(talker.queue, 0.15), monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out := Impatient())
-        talker.say("what is it?")
-    assert "[stopped]" in out.getvalue() and talker.answers[-1].finish_reason == "cancelled"
+        typed("what is it?", "/quit")
+    assert "[stopped]" in out.getvalue() and talker.last.finish_reason == "cancelled"
     part = talker.messages[-1]["content"]
     # It may have been stopped inside a character.
     assert 0 < len(part) < len(whole) and whole.startswith(part.rstrip("\ufffd"))
-    talker.say("go on")
+    typed("go on")
     assert roles(talker)[1:] == ["user", "assistant"] * 2
 
 
@@ -134,20 +112,6 @@ def test_repeated_ctrl_c_ends_no_conversation(talker, typed, monkeypatch, interr
     assert roles(talker)[1:] == ["user", "assistant"]
     assert ("[stopped]" in out) == (where == "submit")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_while_a_method_compiles_goes_back(talker, typed, monkeypatch, interrupts):
-    build, calls = Scheduler.__init__, []
-
-    def interrupted(self, *args, **named):
-        calls.append(self)
-        signal.raise_signal(signal.SIGINT)
-        build(self, *args, **named)
-
-    monkeypatch.setattr(Scheduler, "__init__", interrupted)
-    out = typed("a", "/method vanilla", "b", "/quit").out
-    assert "method: lookup" in out and len(calls) == 2
-    assert [message["content"] for message in talker.messages[1::2]] == ["a", "b"]
 
 
 def test_a_conversation_that_is_too_long_is_kept(talker, typed):

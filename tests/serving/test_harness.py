@@ -119,8 +119,9 @@ def test_generate_until(model):
 
 
 def test_refused_scores_and_arguments(model):
-    with pytest.raises(OptionError, match="0 tokens"):
-        model.score([([2], [])])
+    assert model.score([([2], [])]) == [(0.0, True)]  # an empty text is certain
+    with pytest.raises(OptionError, match="97 tokens"):
+        model.score([([2], [3] * 97)])
     for arguments, words in (({"batch_size": "auto"}, "--batch_size auto"), ({"bach": "4"}, "bach.*batch")):
         with pytest.raises(OptionError, match=words):
             FailFastLM(engine=model.engine, **arguments)

@@ -15,12 +15,14 @@ pytest.importorskip("fastapi")
 
 from served import CAPACITY, chat_engine, quick, served  # noqa: E402
 from tiny_engines import engine  # noqa: E402
+from tiny_models import random_model, tiny_config  # noqa: E402
 
-from failfast_jax import GenerationConfig, Request  # noqa: E402
+from failfast_jax import FailFast, GenerationConfig, Request  # noqa: E402
 from failfast_jax.decoding.width_plan import make_plan  # noqa: E402
 from failfast_jax.results import TokenLogprob  # noqa: E402
+from failfast_jax.serving.answer import Finished  # noqa: E402
 from failfast_jax.serving.logprobs import LEAST, Spelling, of_completion  # noqa: E402
-from failfast_jax.serving.queue import Finished, Queue  # noqa: E402
+from failfast_jax.serving.queue import Queue  # noqa: E402
 from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
@@ -89,6 +91,22 @@ def test_of_drafts_that_several_passes_verify():
         assert entry.best[0] == (token, entry.logprob)
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("dtype", tiers(["float32", "float16", "bfloat16"], quick=[], long=["float32", "bfloat16"]))
+def test_under_exact_they_are_the_same_bits(dtype):
+    """Whatever width the pass had that a token comes from."""
+    target = random_model(tiny_config(num_layers=1), seed=1, dtype=dtype)
+    request = {"max_new_tokens": 30, "ignore_eos": True, "logprobs": 3}
+    results = {}
+    for method in ("vanilla", "lookup"):
+        config = GenerationConfig(method, exact=True)
+        with Queue(FailFast.load(target), config, batch=1, capacity=CAPACITY, logprobs=3) as queue:
+            answers = [queue.submit([4, 5, 6, 7] * number, **request).result() for number in (2, 9)]
+        results[method] = [(answer.output_ids, answer.logprobs) for answer in answers]
+        assert any(answer.accepted for answer in answers) == (method == "lookup")
+    assert results["lookup"] == results["vanilla"]
+
+
 @pytest.fixture(scope="module")
 def queue(few_widths):
     with Queue(chat_engine(), quick(), batch=2, capacity=CAPACITY, logprobs=BEST) as queue:
@@ -147,7 +165,7 @@ def test_chats(client, queue):
 
 CHAT = {"messages": [{"role": "user", "content": "what is it?"}]}
 REFUSED = [
-    (CHAT | {"logprobs": True, "top_logprobs": 4}, "top_logprobs"),
+    (CHAT | {"logprobs": True, "top_logprobs": 4}, "logprobs"),
     (CHAT | {"top_logprobs": 1}, "top_logprobs"),
     ({"prompt": "a", "logprobs": 4}, "logprobs"),
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
@@ -194,5 +212,3 @@ def test_tokens_are_spelled_so_that_clients_can_join_them():
         "top_logprobs": [{" the": -1.0, "abc": -0.5}, {names[2]: LEAST, "abc": -0.1}],
         "text_offset": [7, 11],
     }
-    placed = [dataclasses.replace(entry, offset=place) for entry, place in zip(entries, (0, 3))]
-    assert of_completion(spelling, [1, 2], placed, 0, 1)["text_offset"] == [0, 3]

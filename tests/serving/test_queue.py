@@ -16,7 +16,10 @@ from tokenizers import AddedToken, decoders, normalizers
 
 from failfast_jax import GenerationConfig
 from failfast_jax.errors import OptionError, PromptError, PromptTooLong
-from failfast_jax.serving.queue import Finished, Queue, QueueClosed, QueueFull
+from failfast_jax.runtime.model_runtime import Request
+from failfast_jax.serving.answer import Answer, Finished
+from failfast_jax.serving.queue import Queue, QueueClosed, QueueFull
+from failfast_jax.serving.scheduler import RowSettings, Scheduler
 from failfast_jax.util.compilation import count_compiles
 
 CAPACITY = 160
@@ -80,6 +83,7 @@ def alone(prompt: list[int], sequence: int = 0, **options) -> list[int]:
     return engine().generate([prompt] * 3, GenerationConfig("vanilla", exact=True, **options))[sequence].output_ids
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", tiers(METHODS, quick=["auto"]))
 def test_each_answer_is_what_it_is_alone(kind):
     """48 requests over three rows, in order and shuffled; nothing is compiled once everything is warm."""
@@ -217,19 +221,16 @@ def test_samples_share_their_prompt():
         (PromptTooLong, {"prompt": [2] * 160}, "160"),
         (OptionError, {"prompt": [2], "temperature": -1.0}, "--temperature"),
         (OptionError, {"prompt": [2], "method": "vanilla"}, "method"),
-        (OptionError, {"prompt": [2], "logprobs": 1}, "logprobs=None"),
+        (OptionError, {"prompt": [2], "logprobs": 1}, "logprobs 1"),
         (PromptError, {"prompt": [VOCAB]}, str(VOCAB)),
     ],
 )
 def test_refused_requests_name_the_fault(error, request_, words):
     with pytest.raises(error, match=words):
         queue().submit(**request_)
-
-
-@pytest.mark.parametrize("rows, words", [({"batch": 0}, "batch 0"), ({"capacity": 601}, "capacity 601.*600")])
-def test_refused_rows_are_named(rows, words):
-    with pytest.raises(OptionError, match=words):
-        Queue(engine(), config("lookup"), **rows)
+    for rows, words in (({"batch": 0}, "--batch 0"), ({"capacity": 601}, "--context 601.*600")):
+        with pytest.raises(OptionError, match=words):
+            Queue(engine(), config("lookup"), **rows)
 
 
 def test_text_without_room_is_refused_before_it_is_tokenized(monkeypatch):
@@ -279,6 +280,42 @@ def test_a_fault_in_one_answer_does_not_end_the_others(monkeypatch):
             work.submit(**LONG).result()
     assert work.healthy and work.submit(**LONG).result().output_ids == other.result().output_ids
     until(lambda: work.unfinished == 0)
+
+
+@pytest.fixture
+def scheduler():
+    config_ = engine().resolve(config("lookup"))
+    return Scheduler(engine().runtime, engine().build_drafter(config_), RowSettings(2, 200, rounds=1))
+
+
+def test_others_go_on_while_a_long_prompt_is_prefilled(scheduler):
+    """A chunk of it, then a round of theirs."""
+    writing, reading = Answer(Request((3, 4), 190)), Answer(Request((5, 6) * 90, 4))
+    scheduler.submit(writing)
+    while not writing.ids:
+        scheduler.step()
+    scheduler.submit(reading)
+    steps = 0
+    while not reading.ids:
+        before = len(writing.ids)
+        scheduler.step()
+        steps += 1
+        assert len(writing.ids) > before
+    assert steps > 1
+    while scheduler.step():
+        pass
+    assert writing.result().finish_reason == reading.result().finish_reason == "length"
+
+
+def test_requests_are_begun_in_order_of_arrival(scheduler):
+    answers = [Answer(Request((3, 4) * length, 8)) for length in (1, 40, 2, 30, 1, 3)]
+    for answer in answers:
+        scheduler.submit(answer)
+    while scheduler.step():
+        pass
+    begun = [answer.started for answer in answers]
+    assert None not in begun and begun == sorted(begun)
+    assert all(len(answer.result().output_ids) == 8 for answer in answers)
 
 
 @pytest.mark.parametrize("place", ["session.advance", "session.rounds_of", "single.chunks_of", "single.start"])

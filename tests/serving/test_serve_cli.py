@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import signal
-import subprocess
 import sys
-import types
-from pathlib import Path
 
 import pytest
 from checkpoint_files import GOLDEN
-from served import NoQueue, address_of, chat_engine
+from served import SERVER, address_of, chat_engine, start
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
@@ -21,37 +16,13 @@ pytest.importorskip("uvicorn")
 
 from failfast_jax import chat, serve  # noqa: E402
 from failfast_jax.harness.__main__ import main as harness  # noqa: E402
-from failfast_jax.serving import queue, server  # noqa: E402
+from failfast_jax.serving import queue  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 TARGET = str(GOLDEN / "qwen2_target_160")
 
 
-SERVER = """
-import conftest  # programs that compile quickly
-from failfast_jax import serve
-from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
-from served import chat_engine
-from width_sets import SHORTEST
-
-DEFAULT_WIDTHS["cpu"] = SHORTEST
-serve.load = lambda args: chat_engine()
-options = "--method lookup --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
-raise SystemExit(serve.main(options.split()))
-"""
-
-
-def start(*words: str) -> subprocess.Popen:
-    """Python in a process of its own, which Ctrl-C interrupts even if it does not interrupt this one."""
-    folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": folders}
-    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    options = {"text": True, "env": environment, "preexec_fn": hear, "cwd": ROOT}
-    return subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
 def test_sigterm_ends_the_server():
-    with start("-c", SERVER) as server:
+    with start(SERVER) as server:
         address = address_of(server)
         body = {"prompt": "ab", "max_tokens": 3}
         answer = httpx.HTTPTransport(retries=5)
@@ -67,8 +38,8 @@ def test_sigterm_ends_the_server():
 @pytest.mark.long
 @pytest.mark.parametrize("name, status, last", [("SIGINT", 130, "by Ctrl-C"), ("SIGTERM", 143, "by SIGTERM")])
 def test_signals_before_it_serves(name, status, last):
-    slow = "(print('reading', file=__import__('sys').stderr), __import__('time').sleep(60))"
-    with start("-c", SERVER.replace("chat_engine()\noptions", f"{slow}\noptions")) as server:
+    slow = "lambda args: (print('reading', file=sys.stderr), __import__('time').sleep(60))\noptions"
+    with start(SERVER.replace("options", f"serve.load = {slow}", 1)) as server:
         assert server.stderr.readline() == "reading\n"
         server.send_signal(signal.Signals[name])
         assert server.stderr.read().splitlines()[-1].endswith(last)
@@ -83,14 +54,14 @@ def test_quiet_prints_only_the_free_port():
     program = program.replace(
         "raise", "from failfast_jax.serving.server import Server\nServer.run = lambda *_, **__: None\nraise"
     )
-    with start("-c", program.replace("--port 0", "--port 0 --quiet")) as server:
+    with start(program, "--quiet") as server:
         assert server.stderr.read() == "" and server.wait(60) == 0
         assert re.fullmatch(r"http://127.0.0.1:\d+/v1\n", server.stdout.read())
 
 
 def test_programs_that_import_the_package_are_interrupted_by_an_exception():
     program = "import failfast_jax, convert.qwen2, signal as s; raise SystemExit(s.getsignal(2) is s.SIG_DFL)"
-    with start("-c", program) as other:
+    with start(program) as other:
         assert other.wait(60) == 0
 
 
@@ -112,16 +83,9 @@ REFUSED = {
     "--api-key-file /nowhere/key": "/nowhere/key",
     "--host 203.0.113.1": "--port 8000",
     f"--method dllm --target {TARGET}": "failfast_jax.generate",
-    "--cors-origin here": "http://localhost:3000",
     "--logprobs 21": "20",
     f"--target {TARGET} --method lookup --port 0": "tokenizer",
     "--tensor-parallel 1 --batch 64 --data-parallel 64": "64 data-parallel",
-}
-# The same with an engine that has room for 600 tokens.
-NO_ROOM = {
-    "--context 601": "600",
-    "--max-new-tokens 600": "600",
-    "--max-new-tokens 50 --context 50": "50",
 }
 
 
@@ -133,16 +97,14 @@ def test_flags_that_cannot_be_served_are_named(words, name, capsys):
 
 
 @pytest.mark.parametrize("module", [serve, chat])
-@pytest.mark.parametrize("words, room", NO_ROOM.items())
-def test_more_room_than_there_is(module, words, room, monkeypatch, capsys):
+def test_more_room_than_there_is(module, monkeypatch, capsys):
     """Before anything is compiled."""
     monkeypatch.setattr(module, "load", lambda args: chat_engine())
-    for owner in (queue, chat):
-        monkeypatch.setattr(owner, "Queue", lambda *_, **__: pytest.fail("something was compiled"))
+    monkeypatch.setattr(queue, "Scheduler", lambda *_, **__: pytest.fail("something was compiled"))
     port = ["--port", "0"] if module is serve else []
-    assert module.main([*words.split(), *port, "--method", "lookup"]) == 2
+    assert module.main(["--context", "601", *port, "--method", "lookup"]) == 2
     message = capsys.readouterr().err
-    assert " ".join(words.split()[:2]) in message and f"room for {room} tokens" in message
+    assert "--context 601: " in message and "600" in message
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(monkeypatch, capsys):
@@ -160,16 +122,3 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch, capsys):
     for command, extra in ((lambda: serve.main([]), "serve"), (lambda: harness(["run"]), "eval")):
         assert command() == 2
         assert f"failfast-jax[{extra}]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_note_tells_when_nothing_may_be_drafted(monkeypatch, capsys, rows):
-    class CostedQueue(NoQueue):
-        def __init__(self, engine, *_, **__):
-            self.engine, self.scheduler = engine, types.SimpleNamespace(costs={"source": "measured"})
-
-    monkeypatch.setattr(serve, "load", lambda args: chat_engine())
-    monkeypatch.setattr(queue, "Queue", CostedQueue)
-    monkeypatch.setattr(server, "Server", types.SimpleNamespace)  # refuses its arguments
-    assert serve.main(["--port", "0", "--method", "lookup", "--batch", str(rows)]) == 1
-    assert ("--method auto drafts where" in capsys.readouterr().err) == (rows == 4)

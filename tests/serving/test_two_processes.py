@@ -1,84 +1,35 @@
-"""A server, a conversation and the harness over two processes that share each layer: answers, clients that leave, and
-the end of both."""
+"""A server over two processes that share each layer: answers, clients that leave, and the end of both."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
-import io
-import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
-from served import CAPACITY, ChatPieces, address_of, chat_engine, quick, until
-from tiny_engines import new_engine
+from served import CAPACITY, SERVER, address_of, chat_engine, quick, start, until
 
-from failfast_jax.chat import Chat, ChatOptions, talk
 from failfast_jax.serving.queue import Queue
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = f"""
-import sys
-from failfast_jax import chat, serve
-from served import ChatPieces, HarnessPieces
-from tiny_engines import new_engine
-from width_sets import SHORTEST
-
-pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces(), "widths": SHORTEST}}
-if sys.argv[1] == "harness":
-    from failfast_jax.harness import __main__ as harness, model as lm_eval_model
-
-    lm_eval_model.FailFast.load = lambda target, drafter, options: new_engine(
-        tensor_parallel=options.tensor_parallel,
-        tokenizer=HarnessPieces(),
-        drafter_tokenizer=HarnessPieces(),
-        widths=SHORTEST,
-    )
-    raise SystemExit(harness.main(sys.argv[2:]))
-command = {{"serve": serve, "chat": chat}}[sys.argv[1]]
-command.load = lambda args: new_engine(
-    tensor_parallel=args.tensor_parallel or 1, data_parallel=getattr(args, "data_parallel", None) or 1, **pieces
-)
-options = "--method lookup --max-spec-len 7 --context {CAPACITY}".split()
-raise SystemExit(command.main([*options, *sys.argv[2:]]))
-"""
-SERVE = ("serve", "--batch", "2", "--port", "0", "--model-name", "tiny")
 LAYERS, ROWS = ("--tensor-parallel", "2"), ("--data-parallel", "2")
 """What two devices share."""
 
 
-def start(command: str, *words: str) -> subprocess.Popen:
-    folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": folders, "JAX_PLATFORMS": "cpu"}
-    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    line = [sys.executable, "-c", PROGRAM, command, *words]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(line, **pipes, text=True, env=environment, preexec_fn=hear)
-
-
-def start_two(command: str, *words: str) -> list[subprocess.Popen]:
+@pytest.fixture
+def processes(request) -> Iterator[list[subprocess.Popen]]:
+    """Two of a server, whose layers they share, where a test names nothing else."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
-    return [start(command, *words, "--distributed", f"{where},2,{index}") for index in range(2)]
-
-
-@pytest.fixture
-def processes(request) -> Iterator[list[subprocess.Popen]]:
-    """Two of a command: a server whose layers they share, where a test names no other."""
-    both = start_two(*getattr(request, "param", (*SERVE, *LAYERS)))
+    shared = getattr(request, "param", LAYERS)
+    both = [start(SERVER, *shared, "--distributed", f"{where},2,{index}") for index in range(2)]
     yield both
     for process in both:
         process.kill()
@@ -105,8 +56,7 @@ def requests_and_answers() -> tuple[list[dict], list[list[str]]]:
         for seed, prompt in enumerate(PROMPTS)
     ]
     requests[3]["n"] = 2
-    engine = new_engine(tokenizer=ChatPieces(), drafter_tokenizer=ChatPieces())
-    with Queue(engine, quick(), batch=2, capacity=CAPACITY) as queue:
+    with Queue(chat_engine(), quick(), batch=2, capacity=CAPACITY) as queue:
 
         def answered(request: dict) -> list[str]:
             options = {name: request[name] for name in ("ignore_eos", "seed", "temperature")}
@@ -129,7 +79,7 @@ def texts(answer: httpx.Response) -> list[str]:
 
 @pytest.mark.parametrize(
     "processes",
-    [(*SERVE, *LAYERS), pytest.param((*SERVE, *ROWS), marks=pytest.mark.long(rare=True))],
+    [LAYERS, pytest.param(ROWS, marks=pytest.mark.long(rare=True))],
     indirect=True,
     ids=["layers", "rows"],
 )
@@ -164,55 +114,6 @@ def test_both_end_when_they_are_told(processes, site):
     assert first.wait(40) == 0, errors
     assert errors.splitlines()[-1] == "ended" and "Traceback" not in errors
     assert second.wait(40) == 0 and "Traceback" not in second.stderr.read()
-
-
-@pytest.mark.long(rare=True)
-@pytest.mark.parametrize("processes", [("chat", "--max-new-tokens", "20", *LAYERS)], indirect=True)
-def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
-    lines = "what is it?\nand that?\n/quit\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    alone = Chat(chat_engine(), quick(), ChatOptions(max_new_tokens=20, context=CAPACITY))
-    try:
-        talk(alone)
-    finally:
-        alone.queue.close()
-    first, second = processes
-    output, errors = first.communicate(f"/method vanilla\n{lines}", timeout=100)
-    assert first.returncode == 0 and "/method vanilla: " in errors, errors
-    assert output == capsys.readouterr().out
-    assert second.wait(40) == 0 and second.stdout.read() == ""
-
-
-@pytest.mark.long(rare=True)
-def test_two_processes_are_scored_as_one(tmp_path):
-    """By the harness' own command, which process 0 alone runs: both kinds of questions."""
-    pytest.importorskip("lm_eval")
-    rows = [{"text": f"say {number}" * 3, "choices": ["one", "two"], "answer": number % 2} for number in range(5)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
-    common |= {"test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
-    choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
-    write = {"task": "write", "output_type": "generate_until", "generation_kwargs": {"until": [], "max_gen_toks": 12}}
-    for task in (choose, write):
-        (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(common | task))
-    words = ["run", "--model", "failfast_jax", "--tasks", "choose,write", "--include_path", str(tmp_path)]
-    settings = "method=lookup,max_spec_len=7,batch=3,context=96,tensor_parallel="
-
-    def run(name: str, begin, devices: int) -> dict[str, list]:
-        args = ["--model_args", f"{settings}{devices}", "--log_samples", "--output_path", str(tmp_path / name)]
-        first, *others = begin("harness", *words, *args)
-        output, errors = first.communicate(timeout=200)
-        assert first.returncode == 0 and "|write" in output, errors
-        assert all(other.wait(40) == 0 and other.stdout.read() == "" for other in others)
-        files = list((tmp_path / name).glob("*/samples_*"))
-        assert len(files) == 2  # of process 0 alone
-        responses = {file.name.split("_")[1]: [json.loads(line)["resps"] for line in file.open()] for file in files}
-        return {name: sorted(responses[name]) for name in responses}
-
-    single, two = run("one", lambda *words: [start(*words)], 1), run("two", start_two, 2)
-    assert two["write"] == single["write"] and any(text for ((text,),) in single["write"])
-    for mine, theirs in zip(two["choose"], single["choose"]):
-        np.testing.assert_allclose(*(np.asarray([x[0][0] for x in r], float) for r in (mine, theirs)), rtol=1e-4)
 
 
 @pytest.mark.long(rare=True)

@@ -1,4 +1,4 @@
-"""Plain decoding beside the memory's limit, and checks of attention kernels.
+"""Plain decoding beside the memory's limit, and attention kernels checked and timed.
 
 Each part is a function of the default pair; its docstring is the part's help.
 """
@@ -6,18 +6,24 @@ Each part is a function of the default pair; its docstring is the part's help.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.engine import FailFast
 from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.kernels.attention_window import Window
+from failfast_jax.kernels.kernel_table import KERNELS, SIMULATED_TPU, attend, refusal
 from failfast_jax.models.attention_check import check_attention, is_right
+from failfast_jax.models.kv_cache import round_up
 from failfast_jax.public_data.model_shapes import nbytes
 from failfast_jax.public_data.question_sets import PROMPTS
 from failfast_jax.util import hardware
@@ -39,6 +45,11 @@ SHAPES = {
 WINDOWS = ((16, 1020, 1), (64, 4032, 1), (72, 511, 32), (128, 2047, 32), (512, 1536, 1))
 """Checked windows: rows, cache position of the first, block size of the mask. They are verifies, drafter windows and a
 chunk of a prompt; they begin inside tiles and end at the cache's end."""
+TIMED_ROWS, CONTEXTS = (1, 8, 72), (1024, 8192, 32768)
+"""Timed windows: rows, and live positions with them."""
+CPU_CONTEXTS = (512, 2048, 7168)
+LAYERS = 8
+"""Caches that a timed run goes through, so that little of one is left in the processor's own cache."""
 
 
 def speed(pair: FailFast) -> dict[str, Any]:
@@ -62,6 +73,60 @@ def kernels(pair: FailFast) -> dict[str, Any]:
     heads = {"default target": (config.num_heads, config.num_kv_heads, config.head_dim)}
     checks = check_shapes(heads if jax.default_backend() == "cpu" else SHAPES, WINDOWS)
     return {"right": all(check["right"] for check in checks), "checks": checks}
+
+
+def attention(pair: FailFast) -> dict[str, Any]:
+    """Milliseconds per layer of each attention kernel that serves here, beside the reading of keys and values."""
+    config, on_cpu = pair.target.config, jax.default_backend() == "cpu"
+    shapes = {"default target": (config.num_heads, config.num_kv_heads, config.head_dim)} if on_cpu else SHAPES
+    dtype = jnp.dtype(pair.target.dtype if on_cpu else jnp.bfloat16)
+    bandwidth, times = hardware.bandwidth(2**29)["read"], []
+    cases = [(name, live) for name in shapes for live in (CPU_CONTEXTS if on_cpu else CONTEXTS)]
+    for name, live in progress_bar("attention", "case", cases):
+        heads, kv_heads, head_dim = shapes[name]
+        layer_bytes = 2 * kv_heads * live * head_dim * dtype.itemsize
+        model = {"dtype": dtype, "head_dim": head_dim}
+        served = [
+            kernel for kernel in KERNELS if kernel != SIMULATED_TPU and not refusal(kernel, jax.devices()[0], **model)
+        ]
+        for rows in TIMED_ROWS:
+            case = {"shape": name, "rows": rows, "live": live, "reading_ms": 1e3 * layer_bytes / bandwidth}
+            ms = {kernel: time_attention(heads, kv_heads, head_dim, rows, live, dtype, kernel) for kernel in served}
+            times.append({**case, "ms": ms})
+    return {"read_bandwidth_bytes_per_s": bandwidth, "times": times}
+
+
+def time_attention(
+    heads: int, kv_heads: int, head_dim: int, rows: int, live: int, dtype: jnp.dtype, kernel: str
+) -> float:
+    """Returns the median milliseconds of one layer's `attend` (rotate, write, attend), in a run over `LAYERS` caches.
+
+    Args:
+      rows: of the window, the last of the `live` positions.
+    """
+    keys = jax.random.split(jax.random.key(0), 2 * LAYERS + 1)
+    shape = (1, kv_heads, round_up(live, 256), head_dim)
+    caches = [tuple(jax.random.normal(key, shape, dtype) for key in keys[2 * i : 2 * i + 2]) for i in range(LAYERS)]
+    qkv = jax.random.normal(keys[-1], (1, rows, kv_heads, heads // kv_heads + 2, head_dim), dtype)
+    angles = jnp.ones((1, rows, 1, head_dim // 2), jnp.float32)
+    window = Window(jnp.cos(angles), jnp.sin(angles), jnp.asarray([live - rows]), jnp.int32(live))
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(qkv: jax.Array, caches: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, Any]:
+        written = []
+        for cache in caches:  # each layer waits for the one before
+            outputs, cache = attend(qkv, cache, window, kernel=kernel)
+            qkv = qkv + 1e-9 * outputs[:, :, :1, None]
+            written.append(cache)
+        return qkv, written
+
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        outputs, caches = run(qkv, caches)
+        outputs.block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+    return 1e3 * float(np.median(seconds[1:])) / LAYERS
 
 
 def check_shapes(
@@ -88,7 +153,7 @@ def check_shapes(
 
 
 Part = Callable[[FailFast], dict[str, Any]]
-PARTS: dict[str, Part] = {part.__name__: part for part in (speed, kernels)}
+PARTS: dict[str, Part] = {part.__name__: part for part in (speed, kernels, attention)}
 
 
 def work(args: argparse.Namespace) -> int:
@@ -100,7 +165,7 @@ def work(args: argparse.Namespace) -> int:
     Raises:
       ValueError: an unknown part.
     """
-    default = ["speed", *(["kernels"] if jax.default_backend() == "gpu" else [])]
+    default = ["speed", *(["kernels", "attention"] if jax.default_backend() == "gpu" else [])]
     names = default if args.parts is None else args.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
@@ -119,5 +184,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     lines = (f"  {name:<10}{inspect.getdoc(part).splitlines()[0]}" for name, part in PARTS.items())
     parser.description = "\n".join([f"{parser.description}", "Parts:", *lines])
-    parser.add_argument("--parts", help="comma-separated (default: speed; on a GPU kernels, too)")
+    parser.add_argument("--parts", help="comma-separated (default: speed; on a GPU all)")
     parser.add_argument("--out", metavar="FILE", type=user_path, help="write the JSON there")

@@ -44,30 +44,18 @@ def test_a_part_that_fails_leaves_the_others(tmp_path, capsys, monkeypatch):
     assert parts["fails"]["error"] == "RuntimeError: out of memory" and parts["last"]["right"]
 
 
-def test_measured_beside_predicted(monkeypatch):
+def test_measured_beside_predicted():
     """The timeline's figure where there is one of this target on one such chip; else none."""
     kind = jax.devices()[0].device_kind
-
-    def estimate(device, target, tp, ms):
+    cases = [("another", "tiny", 1, 70.0), (kind, "other", 1, 60.0), (kind, "tiny", 4, 50.0), (kind, "tiny", 1, 10.0)]
+    estimates: list[dict] = [{"device": kind, "case": {"target": "tiny", "tp": 1}}]
+    for device, target, tp, ms in cases:
         passes = {name: {"ms": ms + n} for n, name in enumerate(("verify(8)", "verify(16)", "drafter"))}
-        return {"device": device, "case": {"target": target, "tp": tp}, "passes": passes}
-
-    estimates = [
-        estimate("another", "tiny", 1, 70.0),
-        estimate(kind, "other", 1, 60.0),
-        estimate(kind, "tiny", 4, 50.0),
-        {"device": kind, "case": {"target": "tiny", "tp": 1}},
-        estimate(kind, "tiny", 1, 10.0),
-    ]
+        estimates.append({"device": device, "case": {"target": target, "tp": tp}, "passes": passes})
     figures = {"ms": 2.0, "floor_ms": 1.0}
     record = {"target": "tiny", "vanilla": figures, "verify": {"16": figures, "72": figures}}
     record |= {"drafter_pass": {"32": figures, "64": figures}}
-    found = {entry["pass"]: entry["timeline_ms"] for entry in script.beside_predictions(record, estimates)}
-    assert found == {
-        "plain step": 10.0,
-        "verify of 16 rows": 11.0,
-        "verify of 72 rows": None,
-        "drafter pass of 32 rows": 12.0,
-        "drafter pass of 64 rows": None,
-    }
-    assert {entry["timeline_ms"] for entry in script.beside_predictions(record, [])} == {None}
+    lines = script.beside_predictions(record, estimates)
+    assert [line["timeline_ms"] for line in lines] == [10.0, 11.0, None, 12.0, None]
+    assert [line["pass"] for line in lines[:2]] == ["plain step", "verify of 16 rows"]
+    assert {line["timeline_ms"] for line in script.beside_predictions(record, [])} == {None}

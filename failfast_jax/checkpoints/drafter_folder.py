@@ -28,7 +28,7 @@ from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
 from failfast_jax.models.drafter_model import Kind
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import equal, whole
+from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import values
 from failfast_jax.util.files import read_json, write_atomically
@@ -199,8 +199,8 @@ class OpenedDrafter:
             if weight is None:
                 return {name: value}
             stored, read = tensors[BORROWED[name]].dtype, np.asarray(value)
-            rounded = stored.itemsize < 4 and equal(read, weight.astype(stored).astype(read.dtype))
-            return {} if rounded or equal(read, weight) else {name: value}
+            rounded = stored.itemsize < 4 and np.array_equal(read, whole(weight.astype(stored).astype(read.dtype)))
+            return {} if rounded or np.array_equal(read, whole(weight)) else {name: value}
 
         dtypes = self.checkpoint.kept_dtypes(np.dtype(target.dtype))
         values = self.checkpoint.read(dtypes, convert=unless_shared)

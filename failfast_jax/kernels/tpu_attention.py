@@ -96,9 +96,14 @@ def span_of(width: int) -> int:
     return -(-(width + PACKING - 1) // PACKING) * PACKING
 
 
-def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
-    """The matrix unit multiplies float32 in bfloat16 pieces: all of them, where the caller asked for float32."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+def _product(a: Array, b: Array, axis: int) -> Array:
+    """Sums over the last axis of `a` and one of `b`, in float32, of operands in the dtype of `b`.
+
+    The matrix unit multiplies float32 in bfloat16 pieces: all of them here.
+    """
+    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    sides = (((1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(a.astype(b.dtype), b, sides, precision=precision, preferred_element_type=jnp.float32)
 
 
 def rotated(x: Float[Array, "W H"], cos: Float[Array, "W H"], sin: Float[Array, "W H"]) -> Float[Array, "W H"]:
@@ -183,13 +188,7 @@ class Patch:
 
 
 def _moved(moves: Bool[Array, "P W"], new: Float[Array, "W H"], dtype: DTypeLike) -> Float[Array, "P H"]:
-    moved = jax.lax.dot_general(
-        moves.astype(dtype),
-        new.astype(dtype),
-        (((1,), (0,)), ((), ())),
-        precision=precision_of(dtype),
-        preferred_element_type=jnp.float32,
-    )
+    moved = _product(moves, new.astype(dtype), 0)
     return jnp.where(moved >= UNFIT, jnp.nan, moved)
 
 
@@ -221,7 +220,6 @@ def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref
     heads, tile, size = k_ref.shape[1:]
     width = qkv_ref.shape[1]
     group = q_ref.shape[1] // width
-    precision = precision_of(k_ref.dtype)
     patch = Patch(start, new_rows, (k_ref, v_ref), caches, patch_refs) if written else None
 
     @pl.when(step == 0)
@@ -243,13 +241,7 @@ def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref
         if patch:
             patch.start()
         for head in range(heads):
-            scores = jax.lax.dot_general(
-                q_ref[head].astype(k_ref.dtype),
-                k_ref[0, head],
-                (((1,), (1,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
+            scores = _product(q_ref[head], k_ref[0, head], 1)
             positions = step * tile + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             last = last_ref[0]
             seen = positions <= last if last.shape[1] == 1 else in_ranges(positions, last)
@@ -259,13 +251,7 @@ def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref
             weights = jnp.exp(scores - highest)
             decay = jnp.exp(before - highest)
             total = total_ref[head, :, :1] * decay + jnp.sum(weights, axis=1, keepdims=True)
-            part = jax.lax.dot_general(
-                weights.astype(v_ref.dtype),
-                v_ref[0, head],
-                (((1,), (0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
+            part = _product(weights, v_ref[0, head], 0)
             acc_ref[head] = acc_ref[head] * decay + part
             highest_ref[head] = jnp.broadcast_to(highest, highest_ref.shape[1:])
             total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])

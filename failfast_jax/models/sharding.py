@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -202,13 +201,6 @@ def whole(value: Array) -> Array:
 
 def _same(value: Array) -> Array:
     return value
-
-
-def equal(value: np.ndarray, array: jax.Array) -> bool:
-    """True if an array holds these values, on whichever processes it lies."""
-    if array.is_fully_addressable:
-        return np.array_equal(value, np.asarray(array))
-    return bool(jax.jit(jnp.array_equal)(put(value, array.sharding), array))
 
 
 def constrain_rows(tree: Any, execution: Execution) -> Any:

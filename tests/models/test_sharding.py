@@ -29,14 +29,6 @@ def test_every_split_gives_the_tokens_of_one_device(report):
     assert len(verdicts) == 14 and all(verdicts.values()), verdicts
 
 
-@pytest.mark.long(rare=True)
-def test_every_split_at_batch_one_and_eight():
-    done = run_python("tests/tensor_parallel.py", "grid")
-    assert done.returncode == 0, done.stderr[-3000:]
-    verdicts = json.loads(done.stdout.splitlines()[-1])
-    assert len(verdicts) == 3 * 4 + 4 * 2 and all(verdicts.values()), verdicts
-
-
 def test_a_layer_costs_two_sums_over_devices_and_sampling_moves_the_logits_once(report):
     # Two layers, the embedding, and the maximum over the vocabulary; the greedy maximum and its place.
     assert report["collectives of a pass of two layers"] == {"all-reduce": 2 * 2 + 1 + 1}

@@ -19,8 +19,6 @@ from failfast_jax.options import flag_of
 logger = logging.getLogger("failfast_jax")
 
 ASSETS = Path(__file__).parent / "assets"
-UNTRAINED = object()
-"""Stands for the default target, run block-causally, as its own drafter."""
 
 
 def embedded_drafter() -> Path | None:
@@ -28,56 +26,48 @@ def embedded_drafter() -> Path | None:
     return next((path.parent for path in sorted(ASSETS.glob("*/config.json"))), None)
 
 
-def drafter_for(drafter: Any, options: LoadOptions, target: Any) -> Any:
-    """The drafter to load with a target: a model or its source, None, or `UNTRAINED`.
+def found_models(
+    target: Any, drafter: Any, options: LoadOptions, has_default_target: bool
+) -> tuple[Any, Any, LoadOptions]:
+    """Chooses the drafter that a method needs, and finds both models, downloading them where needed, before the first
+    one is read.
 
     The embedded drafter drafts up to 7 tokens. The schedule `aligned` needs whole blocks and a cache of its own: with
     it the default target itself drafts, untrained.
 
     Args:
-      drafter: the user's choice; None: that of the default pair, if the target is the default one.
-      options: their `method` and `schedule` decide whether a drafter is needed, and which.
-      target: the user's choice, a model or its source; None: the default one.
-
-    Raises:
-      OptionError: the method needs a drafter, and none is named; or an option of the drafter, and none is loaded.
-    """
-    method = options.method or DEFAULT_METHOD
-    taker = check_method(method)
-    if not taker.kinds or (drafter is None and target is not None and not taker.needs_model):
-        for name in ("quantize_drafter", "rope_theta_drafter"):
-            if (value := getattr(options, name)) is not None:
-                reason = "there is no drafter" if taker.kinds else f"--method {method} drafts without a model"
-                raise OptionError(f"{flag_of(name)} {value}: {reason}")
-        return None
-    if drafter is not None:
-        return drafter
-    if target is not None or not {BLOCK_DIFFUSION, FEATURE_BLOCK} & {*taker.kinds}:
-        needed = f"needs --drafter, a model of kind {' or '.join(taker.kinds)}"
-        place = f" for {target}" if isinstance(target, (str, os.PathLike)) else ""
-        raise OptionError(f"--method {method}: {needed}{place}")
-    if method == "failfast" and options.schedule == "aligned":
-        return UNTRAINED
-    return embedded_drafter() or UNTRAINED
-
-
-def found_models(target: Any, drafter: Any, options: LoadOptions) -> tuple[Any, Any, LoadOptions]:
-    """Finds both models, downloading them where needed, before the first one is read.
-
-    Args:
       target: a model or its source; None: the default target.
-      drafter: see `drafter_for`.
+      drafter: the user's choice, a model or its source; None: that of the default pair, if the target is the default
+        one.
+      options: their `method` and `schedule` decide whether a drafter is needed, and which.
 
     Returns:
       Models or their sources, with the options to read them by.
 
     Raises:
+      OptionError: the method needs a drafter, and none is named; or an option of the drafter, and none is loaded.
       CheckpointError: a model is missing; the message names its flag.
     """
+    method = options.method or DEFAULT_METHOD
+    taker = check_method(method)
+    is_untrained = False
+    if not taker.kinds or (drafter is None and not has_default_target and not taker.needs_model):
+        for name in ("quantize_drafter", "rope_theta_drafter"):
+            if (value := getattr(options, name)) is not None:
+                reason = "there is no drafter" if taker.kinds else f"--method {method} drafts without a model"
+                raise OptionError(f"{flag_of(name)} {value}: {reason}")
+        drafter = None
+    elif drafter is None:
+        if not has_default_target or not {BLOCK_DIFFUSION, FEATURE_BLOCK} & {*taker.kinds}:
+            needed = f"needs --drafter, a model of kind {' or '.join(taker.kinds)}"
+            place = f" for {target}" if isinstance(target, (str, os.PathLike)) else ""
+            raise OptionError(f"--method {method}: {needed}{place}")
+        drafter = embedded_drafter()
+        is_untrained = drafter is None or (method == "failfast" and options.schedule == "aligned")
     sources = {"--target": target, "--drafter": drafter}
     find_models({flag: source for flag, source in sources.items() if isinstance(source, (str, os.PathLike))})
     target = default_target_path() if target is None else target
-    if drafter is not UNTRAINED:
+    if not is_untrained:
         return target, drafter, options
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
     tokenizer = options.tokenizer

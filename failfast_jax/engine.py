@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from failfast_jax import drafters
 from failfast_jax.checkpoints.model_folder import Pair, read_pair
@@ -20,7 +18,7 @@ from failfast_jax.checkpoints.tokenizer import stop_tokens
 from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.decoding.diffusion_decoding import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.default_pair import drafter_for, found_models
+from failfast_jax.default_pair import found_models
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
@@ -35,7 +33,7 @@ from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, 
 from failfast_jax.text_stream import SequenceEvents
 from failfast_jax.util.compilation import count_compiles
 from failfast_jax.util.compile_cache import enable_compile_cache
-from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory, traced
+from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory
 from failfast_jax.util.progress import waiting
 
 __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamEvent"]
@@ -45,15 +43,6 @@ logger = logging.getLogger("failfast_jax")
 LEAST_ROUNDS = 16
 """Rounds of an answer from whose time costs are learned; in a shorter answer dispatching takes most of the time."""
 FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
-
-
-class Slice(NamedTuple):
-    """A decoding state between two calls of the device, donated to the next one, and what was read from it."""
-
-    state: Any
-    progress: Progress
-    seconds: float
-    """Of the call and the read."""
 
 
 class FailFast:
@@ -71,11 +60,16 @@ class FailFast:
       runtime: the models and everything compiled for them; see `Runtime`.
       target: the model whose text is written.
       drafter: the model that drafts, or None; it may be replaced by another of the same shapes.
+      max_seq_len: maximum tokens of a prompt and its answer together.
+      mesh: devices that the models are spread over; None for one device.
+      platform: `cpu`, `gpu` or `tpu`.
       vocab: ids below it may be drafted.
+      has_default_target: True if the target is the embedded one.
       load_s: seconds that loading took.
       eos_token_ids: stop tokens; the target's (see `checkpoints.tokenizer.stop_tokens`) unless replaced.
       corpus: None, or a `drafters.suffix.Corpus` that `suffix` drafts from, too, to be filled between requests.
       time_rounds: True: every round is waited for and timed (`Round.took`).
+      profile: None, or a folder into which `jax.profiler` traces each answer's rounds, without compiling and prefill.
       decoding: values of options that a request leaves at None; from the drafter's folder.
       chances: the prior of `auto` for the drafter's confidences; see `drafters.check_chances`.
 
@@ -91,7 +85,9 @@ class FailFast:
         if not isinstance(pair, Pair):
             pair = _opened(pair, drafter, options)
         shared = {name: getattr(options, name) for name in ("max_seq_len", "programs", "costs", "widths")}
-        self.runtime = Runtime(pair.target, pair.drafter, **shared)
+        runtime = self.runtime = Runtime(pair.target, pair.drafter, **shared)
+        self.target, self.max_seq_len = runtime.target, runtime.max_seq_len
+        self.mesh, self.platform = runtime.mesh, runtime.platform
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
         self.eos_token_ids = stop_tokens(pair.target.config, pair.tokenizer)
@@ -101,8 +97,8 @@ class FailFast:
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
         self.time_rounds = False
-        self._profile: Path | None = None
-        self._has_default_target = False
+        self.profile: Path | None = None
+        self.has_default_target = False
 
     @classmethod
     def load(
@@ -123,22 +119,15 @@ class FailFast:
         start = time.perf_counter()
         options = options.changed(**changes)
         base = target if isinstance(target, FailFast) else None
-        name, default = (target, target is None) if base is None else (base.target_name, base._has_default_target)
+        default = target is None if base is None else base.has_default_target
         if base is not None:
-            target, programs = base.target, base.runtime.programs
-            options = options.changed(tokenizer=base.tokenizer, programs=programs)
-        drafter = drafter_for(drafter, options, None if default else name)
-        target, drafter, options = found_models(target, drafter, options)
-        pair = _opened(target, drafter, options)
-        engine = cls(pair if base is None else dataclasses.replace(pair, target_name=name), options=options)
+            target = base.target
+            options = options.changed(tokenizer=base.tokenizer, programs=base.runtime.programs)
+        pair = _opened(*found_models(target, drafter, options, default))
+        engine = cls(pair if base is None else dataclasses.replace(pair, target_name=base.target_name), options=options)
         engine.load_s = time.perf_counter() - start
-        engine._has_default_target = default
+        engine.has_default_target = default
         return engine
-
-    @property
-    def target(self) -> Decoder:
-        """The model whose text is written."""
-        return self.runtime.target
 
     @property
     def drafter(self) -> Any:
@@ -148,21 +137,6 @@ class FailFast:
     @drafter.setter
     def drafter(self, model: Any) -> None:
         self.runtime.drafter_model = model
-
-    @property
-    def max_seq_len(self) -> int:
-        """Maximum tokens of a prompt and its answer together."""
-        return self.runtime.max_seq_len
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Devices that the models are spread over; None for one device."""
-        return self.runtime.mesh
-
-    @property
-    def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`."""
-        return self.runtime.platform
 
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Encodes a prompt: a string (one user turn, if the tokenizer has a chat template and `template`), messages
@@ -233,15 +207,16 @@ class FailFast:
                 compile_s, costs = self.runtime.programs.seconds - compiled_before, None
                 if isinstance(session, DraftSession) and session.drafter.shape.uses_costs:
                     session, costs = self.runtime.costs.price(session)
-                with contextlib.nullcontext() if self._profile is None else traced(self._profile):
+                with contextlib.nullcontext() if self.profile is None else jax.profiler.trace(self.profile):
                     for part in self._decode(session, state, stream):
-                        slices.append(part.seconds)
-                        if stream and RUNNING in part.progress.finish:
-                            events = (each.event(ids) for each, ids in zip(sequences, part.progress.ids))
+                        latest, progress, seconds = part
+                        slices.append(seconds)
+                        if stream and RUNNING in progress.finish:
+                            events = (each.event(ids) for each, ids in zip(sequences, progress.ids))
                             yield from (event for event in events if event.ids)
-        self._check_finite(encoded, part.progress)
-        logs = session.rounds(part.state)
-        undisturbed = not (self.time_rounds or self._profile)  # otherwise waits between rounds take time, too
+        self._check_finite(encoded, progress)
+        logs = session.rounds(latest)
+        undisturbed = not (self.time_rounds or self.profile)  # otherwise waits between rounds take time, too
         if costs is not None and undisturbed and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
             self.runtime.costs.learn(session, RoundCounts.of(logs, session.plan.widths), sum(slices))
         measured = {
@@ -254,13 +229,13 @@ class FailFast:
             "host_syncs": len(slices) + 2,  # after prefill, after each slice, and for the rounds
             "costs": costs,
         }
-        for row, (sequence, ids, log) in enumerate(zip(sequences, part.progress.ids, logs)):
+        for row, (sequence, ids, log) in enumerate(zip(sequences, progress.ids, logs)):
             log = log.timed(slices) if self.time_rounds else log
             result = Result(
                 prompt_ids=list(encoded[row]),
                 output_ids=ids,
                 text=None,  # see `SequenceEvents`
-                finish_reason=FINISH_REASONS[part.progress.finish[row]],
+                finish_reason=FINISH_REASONS[progress.finish[row]],
                 method=config.method,
                 stats=Stats.of(log, tokens_per_s=len(ids) / sum(slices), **measured),
                 rounds=log.rounds,
@@ -272,22 +247,23 @@ class FailFast:
         session.prepare(max(map(len, prompts)))
         requests = [self.request(prompt, config, row) for row, prompt in enumerate(prompts)]
         # The loop, the largest program, may still be compiling meanwhile.
-        with waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
+        with waiting(f"prefill of {sum(map(len, prompts))} tokens", in_files=False):
             start = time.perf_counter()
             state = jax.block_until_ready(session.prefill(requests))
             seconds = time.perf_counter() - start
         session.wait()
         return state, seconds
 
-    def _decode(self, session: Session, state: Any, stream: bool) -> Iterator[Slice]:
-        """Yields the state after each call of the device: one call for an answer, or one per slice of a stream."""
+    def _decode(self, session: Session, state: Any, stream: bool) -> Iterator[tuple[Any, Progress, float]]:
+        """Yields the state, the texts and the seconds of each call of the device: one call for an answer, or one per
+        slice of a stream. A state is donated to the next call."""
         # The first slice is a single round: the first words should not wait for the next ones.
         rounds, running = 1 if stream or self.time_rounds else None, True
         while running:
             start = time.perf_counter()
             state = session.advance(state, rounds)
             progress = session.read(state)
-            yield Slice(state, progress, time.perf_counter() - start)
+            yield state, progress, time.perf_counter() - start
             running = RUNNING in progress.finish
             rounds = 1 if self.time_rounds else session.stream_rounds
 
@@ -342,20 +318,6 @@ class FailFast:
             graph=options.states_for(model, self.target_name, static["small_block"]),
             **static,
         )
-
-    @contextlib.contextmanager
-    def profile(self, folder: str | os.PathLike) -> Iterator[None]:
-        """Inside, each answer's rounds are traced by `jax.profiler` into `folder`; compiling and prefill are left out.
-
-        Raises:
-          OSError: the folder cannot be made. A trace that cannot be written is a warning.
-        """
-        self._profile = Path(folder)
-        self._profile.mkdir(parents=True, exist_ok=True)
-        try:
-            yield
-        finally:
-            self._profile = None
 
     def _explain(self, session: Session, config: GenerationConfig) -> None:
         """Logs the choice of kernel, capacity and widths, for `--verbose`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import json
@@ -119,6 +118,8 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
     if args.max_new_tokens is None:
         values["max_new_tokens"] = ANSWER
     config = config_of(args, **values)
+    if args.profile is not None:
+        args.profile.mkdir(parents=True, exist_ok=True)
     if (path := args.trace) is not None and str(path) != TERMINAL:
         if path.suffix.lower() not in TRACES:
             raise OptionError(f"--trace {path}: must end in {', '.join(TRACES)}, or be - for the terminal")
@@ -154,22 +155,21 @@ def _run(args: argparse.Namespace) -> None:
     engine = load(args)
     ids = engine.encode(prompt)
     config = _fitted(args, config, len(ids), engine.max_seq_len)
-    engine.time_rounds = args.trace is not None
+    engine.time_rounds, engine.profile = args.trace is not None, args.profile
     # On a terminal the view of the rounds has the answer.
     viewed = str(args.trace) == TERMINAL and sys.stdout.isatty() and sys.stderr.isatty()
-    with contextlib.nullcontext() if args.profile is None else engine.profile(args.profile):
-        if args.json or viewed or not sys.stdout.isatty():
-            result = engine.generate([ids], config)[0]
-        else:
-            for event in engine.stream([ids], config):
-                text = event.text if event.text is not None else "".join(f"{i} " for i in event.ids)
-                print(text, end="", flush=True)
-                result = event.result
-            print()
-        if args.json:
-            print(json.dumps(result.to_dict()))
-        elif not sys.stdout.isatty():
-            print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
+    if args.json or viewed or not sys.stdout.isatty():
+        result = engine.generate([ids], config)[0]
+    else:
+        for event in engine.stream([ids], config):
+            text = event.text if event.text is not None else "".join(f"{i} " for i in event.ids)
+            print(text, end="", flush=True)
+            result = event.result
+        print()
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    elif not sys.stdout.isatty():
+        print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
     if args.trace is not None and processes.is_primary():
         write_trace(result, args.trace, engine.tokenizer)
     progress.note(_summary(result, engine.drafter is not None))

@@ -196,13 +196,6 @@ def shown(name: str, value: Any) -> str:
     return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
 
-def check_least(args: Any, **least: float) -> None:
-    """Raises OptionError: a flag, named like its attribute of `args`, with a value below that."""
-    for name, bound in least.items():
-        if getattr(args, name) < bound:
-            raise OptionError(f"{flag_of(name)} {getattr(args, name)}: must be at least {bound}")
-
-
 def type_of(field: dataclasses.Field) -> str:
     """`int`, `float`, `bool` or `str`."""
     written = field.type.__name__ if isinstance(field.type, type) else str(field.type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 from typing import Any
 
 from failfast_jax.drafters import DEFAULT_METHOD, DIFFUSION_METHOD, FORMER, all_options, resolve
@@ -92,22 +91,7 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
         config.resolution.options.read_graph(args.target)
     if args.drafter is not None and not all_options()[method].kinds:
         raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
-    tell_new_meaning(config)
     return config
-
-
-@functools.cache
-def _once(line: str) -> None:
-    progress.note(line)
-
-
-def tell_new_meaning(config: GenerationConfig) -> None:
-    """Prints a line, once and for one release, where `--method failfast` used to choose by measured costs."""
-    if policy := config.options.get("policy"):
-        _once(f"--policy {policy}: not needed any more, --method {config.method} says so itself")
-    changed = any(value is not None and value is not False for value in config.options.values())
-    if config.method == "failfast" and not changed and config.acceptance == "match":
-        _once("--method failfast: the paper's method; what it was before, a choice by measured costs, is --method auto")
 
 
 def load(args: argparse.Namespace) -> FailFast:

@@ -267,41 +267,6 @@ class SmallFiles:
         run_command.check(RunConfig.from_flags(parser.parse_args(words)))
 
 
-class Weights:
-    """NaN, infinities and very large numbers in weights: refused when read, or where a token would come from them."""
-
-    def __init__(self, folder: Path, checkpoint: Path):
-        from safetensors.numpy import load_file
-
-        from failfast_jax.util.compilation import Executables
-
-        self.folder, self.programs = folder / "weights", Executables()
-        self.folder.mkdir()
-        (self.folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-        self.tensors = load_file(checkpoint / "model.safetensors")
-        self._answers(self.tensors, [1, 2, 3, 4, 5])  # so that no input's time is a compiler's
-
-    def _answers(self, tensors: dict[str, np.ndarray], ids: list[int]) -> list[list[int]]:
-        """Answers of a model of these tensors to a prompt, without and with drafts."""
-        from safetensors.numpy import save_file
-
-        from failfast_jax import FailFast
-
-        save_file(tensors, self.folder / "model.safetensors")
-        engine = FailFast(self.folder, max_seq_len=CAPACITY, programs=self.programs)
-        options = {"max_new_tokens": 12, "ignore_eos": True}
-        return [engine.generate(ids, **way, **options)[0].output_ids for way in WAYS[:2]]
-
-    def value(self, rng: random.Random) -> None:
-        """One weight is not as the others; what is answered is answered with and without drafts."""
-        name = rng.choice(sorted(self.tensors))
-        bad = self.tensors[name].copy()
-        bad.flat[rng.randrange(bad.size)] = rng.choice([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e30])
-        ids = [rng.randrange(len(self.tensors["model.embed_tokens.weight"])) for _ in range(5)]
-        plain, drafted = self._answers({**self.tensors, name: bad}, ids)
-        assert drafted == plain, (name, ids)
-
-
 class Drafters:
     """Configurations of drafters that read their target's features, changed."""
 

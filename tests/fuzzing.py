@@ -76,7 +76,7 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
     Args:
       alone: what this one does not need is left out.
     """
-    from checkpoint_files import GOLDEN, write_gguf
+    from checkpoint_files import write_gguf
 
     from failfast_jax import template_rendering
 
@@ -98,7 +98,6 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
         "tokenizer": tokenizers.files_changed,
         "template": tokenizers.template,
         "prompt": fuzzed_inputs.Prompts().prompt,
-        "weights": fuzzed_inputs.Weights(folder, GOLDEN / "qwen2_untied").value,
         "drafter": fuzzed_inputs.Drafters(folder, restructured).config,
         "--costs": small.costs,
         "--config": small.config,

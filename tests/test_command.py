@@ -1,24 +1,27 @@
-"""Flags and commands that are misspelt: refused, with what was meant. Signals: always heard."""
+"""The frame of commands: misspelt flags, signals, errors, a stdout that is full or closed, missing platforms."""
 
 from __future__ import annotations
 
-import errno
-import gc
+import io
 import os
-import signal
 import subprocess
 import sys
-import time
+import tomllib
+import types
+from pathlib import Path
 
+import jax
 import pytest
+from checkpoint_files import run_python
 from fuzzed_commands import ENOUGH, commands, main_of
 
 from convert import qwen2
 from failfast_jax import chat, doctor, generate
 from failfast_jax.bench.__main__ import main as bench
+from failfast_jax.errors import OptionError
 from failfast_jax.harness.__main__ import main as harness
 from failfast_jax.train.__main__ import main as train
-from failfast_jax.util import command_line
+from failfast_jax.util import command_line, hardware
 
 JOINING = "error: --distributed nowhere: expected HOST:PORT,N,I"
 MISSPELT = [
@@ -27,49 +30,23 @@ MISSPELT = [
     (generate.main, "--xyzzy", "--xyzzy: no such flag; python -m failfast_jax.generate --help lists the flags"),
     (chat.main, "--sytem x", "--sytem: no such flag; did you mean --system?"),
     (qwen2.main, "in out --dtyp float32", "--dtyp: no such flag; did you mean --dtype?"),
-    (train, "--outt run --data x", "--outt: no such flag; did you mean --out?"),  # not: --out is missing
     (bench, "run --limits 3", "--limits: no such flag; did you mean --limit?"),
+    (harness, "walk", "argument subcommand: invalid choice: 'walk'"),
 ]
 
 
-@pytest.mark.parametrize("main, words, said", MISSPELT, ids=[words for _, words, _ in MISSPELT])
-def test_misspelt_flags(main, words, said, capsys):
+@pytest.mark.parametrize("main, words, message", MISSPELT, ids=[words for _, words, _ in MISSPELT])
+def test_misspelt_flags(main, words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {said}")
+    assert line.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("main, word, command", [(bench, "rn", "run"), (train, "selfgn", "selfgen")])
 def test_misspelt_commands(main, word, command, capsys):
     assert main([word, "--out", "x"]) == command_line.USAGE_ERROR
     assert capsys.readouterr().err.startswith(f"error: {word}: no such command; did you mean {command}? (")
-
-
-def test_values_that_look_like_flags():
-    parser = command_line.Parser()
-    parser.add_argument("--prompt")
-    parser.add_argument("rest", nargs="*")
-    assert parser.parse_args(["--prompt", "--verbose is a flag"]).prompt == "--verbose is a flag"
-    assert parser.parse_args(["--prompt=--verbose"]).prompt == "--verbose"
-    assert parser.parse_args(["--prompt", "x", "--", "--verbose"]).rest == ["--verbose"]
-
-
-def in_a_destructor(number):
-    class Destructor:
-        def __del__(self):
-            signal.raise_signal(number)
-
-    Destructor()
-
-
-def in_the_collector(number):
-    def callback(*_):
-        gc.callbacks.remove(callback)
-        signal.raise_signal(number)
-
-    gc.callbacks.append(callback)
-    gc.collect()
 
 
 @pytest.mark.parametrize("raised, status", [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
@@ -86,23 +63,6 @@ def test_signals_that_a_library_wraps(raised, status, capsys):
     assert "while reading" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lose", [in_a_destructor, in_the_collector])
-@pytest.mark.parametrize(
-    "number, status, line", [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "stopped by SIGTERM\n")]
-)
-def test_signals_are_heard_where_exceptions_are_lost(number, status, line, lose, interrupts, capsys):
-    before = signal.signal(signal.SIGTERM, command_line.raise_terminated)
-
-    def work():
-        lose(number)
-        time.sleep(10)
-
-    try:
-        assert command_line.run(work) == status and capsys.readouterr().err == line
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @pytest.mark.parametrize("main, words", [(doctor.main, ""), (qwen2.main, "nowhere out")])
 def test_an_unexpected_error_is_a_line_and_with_debug_a_traceback(main, words, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "work", lambda args: 1 / 0)
@@ -113,14 +73,6 @@ def test_an_unexpected_error_is_a_line_and_with_debug_a_traceback(main, words, m
     with pytest.raises(ZeroDivisionError):
         main([*words.split(), "--debug"])
     assert command_line.run(lambda: 1 / 0) == command_line.UNEXPECTED and "--debug" not in capsys.readouterr().err
-
-
-def test_the_harness_refuses_in_a_line(capsys):
-    with pytest.raises(SystemExit) as ended:
-        harness(["walk"])
-    assert ended.value.code == command_line.USAGE_ERROR
-    said = capsys.readouterr().err
-    assert said.startswith("error: argument subcommand: invalid choice: 'walk'") and said.count("\n") == 1
 
 
 COMMANDS = {*commands(), "tpu_scripts.aot_report", "tpu_scripts.first_ten_minutes"} - {"failfast_jax.harness"}
@@ -134,10 +86,10 @@ def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
         status = main_of(module)(words)
     except SystemExit as ended:
         status = ended.code
-    said = capsys.readouterr().err
+    line = capsys.readouterr().err
     assert status == command_line.USAGE_ERROR
     alone = any(part in name for part in ("chat", "spiffy", "micro", "paper", "convert", "aot_report", "first_ten"))
-    assert said.startswith("error: --distributed: no such flag" if alone else JOINING), said
+    assert line.startswith("error: --distributed: no such flag" if alone else JOINING), line
 
 
 def test_a_command_for_one_host_on_a_pod(monkeypatch, capsys):
@@ -147,7 +99,7 @@ def test_a_command_for_one_host_on_a_pod(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("lines", [1, 10**6])
-def test_a_full_stdout_is_named_and_a_closed_one_ends_quietly(lines):
+def test_a_full_stdout_is_an_error_and_a_closed_one_ends_quietly(lines):
     code = f"import sys; from failfast_jax.util.command_line import run; sys.exit(run(lambda: print('x\\n' * {lines})))"
 
     def run(stdout) -> tuple[int, str]:
@@ -158,18 +110,69 @@ def test_a_full_stdout_is_named_and_a_closed_one_ends_quietly(lines):
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:
             status, line = run(full)
-        assert status == command_line.USAGE_ERROR and line.startswith("error: stdout: No space left on device")
+        assert status == command_line.USAGE_ERROR and line.startswith("error: [Errno 28] No space left on device")
     reader, writer = os.pipe()
     os.close(reader)
     assert run(writer) == (command_line.NO_READER, "")
     os.close(writer)
 
 
-def test_an_error_without_a_file_is_not_taken_for_stdouts(capsys):
-    """Those of libraries' files have no name."""
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape", "replace"])
+@pytest.mark.parametrize("encoding", ["ascii", "koi8-r", "utf-16-le"])
+def test_text_that_stdout_cannot_show_is_escaped(encoding, errors, monkeypatch):
+    """Unless the user chose another way."""
+    text, buffer = "日本 🙂 é", io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding=encoding, errors=errors))
+    assert command_line.run(lambda: print(text)) == 0
+    shown = f"{text}\n".encode(encoding, "replace" if errors == "replace" else "backslashreplace")
+    assert buffer.getvalue() == shown
 
-    def work():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    assert command_line.run(work) == command_line.USAGE_ERROR
-    assert "stdout" not in capsys.readouterr().err
+@pytest.mark.parametrize("main", [generate.main, chat.main, doctor.main, bench])
+def test_help_and_versions_are_plain(main, capsys):
+    for flag, begins in (("--help", "usage: "), ("--version", "failfast-jax ")):
+        with pytest.raises(SystemExit, match="0"):
+            main([flag])
+        text = capsys.readouterr().out
+        assert text.startswith(begins) and text.isascii() and (flag == "--help" or jax.__version__ in text)
+
+
+# Platforms.
+
+NO_PLATFORM = """
+import sys, jax
+from failfast_jax.util import command_line
+for platforms in sys.argv[1:]:
+    jax.config.update("jax_platforms", platforms)
+    print(f"status {command_line.run(lambda: jax.devices() and None)}", file=sys.stderr)
+"""
+
+
+def test_platforms_that_are_not_there():
+    """Each is a line with what to do, whatever JAX raises: an AssertionError for `cuda`, half an initialisation for the
+    last."""
+    asked = ["cuda", "gpu", "rocm", "bogus", "METAL", "bogus,cpu", "cpu,"]
+    lines = run_python("-c", NO_PLATFORM, *asked).stderr.splitlines()
+    assert lines[1::2] == [f"status {command_line.USAGE_ERROR}"] * len(asked), lines
+    for platforms, line in zip(asked, lines[::2], strict=True):
+        assert line.startswith(f"error: JAX_PLATFORMS={platforms}: JAX cannot use it ("), line
+        assert "unset JAX_PLATFORMS" in line
+        assert ('pip install "failfast-jax[cuda]"' in line) == (platforms in ("cuda", "gpu")), line
+
+
+@pytest.mark.parametrize("platforms", ["tpu", "tpu,cpu"])
+def test_a_tpu_that_is_not_there(platforms, monkeypatch):
+    """It is known before libtpu is loaded, which prints lines of its own."""
+    if not any(Path("/sys/bus/pci/devices").glob("*")) or hardware.is_present("tpu"):
+        pytest.skip("this machine has a TPU, or shows no bus")
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
+    with pytest.raises(OptionError, match=rf"^JAX_PLATFORMS={platforms}: no TPU .*failfast-jax\[tpu\]"):
+        hardware.check_platforms()
+
+
+@pytest.mark.parametrize("platform, plugins", [("tpu", ["tpu"]), ("gpu", ["cuda", "cuda12"])])
+def test_the_extras_that_are_named_exist(platform, plugins):
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for plugin in plugins:
+        assert plugin in hardware.INSTALL[platform] and extras[plugin][0].startswith("jax[")

@@ -166,15 +166,6 @@ def test_a_stream_waits_once_in_a_few_rounds():
     assert slices <= last.result.stats.host_syncs <= slices + 4
 
 
-# Methods that are not named.
-
-
-def test_the_default_method():
-    alone = FailFast.load(random_model(tiny_config()))
-    assert [pair.resolve(GenerationConfig(method=None)).method for pair in (engine(), alone)] == ["auto"] * 2
-    assert alone.resolve(GenerationConfig(method="vanilla")).method == "vanilla"
-
-
 def test_the_options_of_a_request_are_checked_once(monkeypatch, capsys):
     """From flags, keywords or a resolved request to the end of an answer; again for other defaults of a drafter."""
     checks = []
@@ -185,20 +176,16 @@ def test_the_options_of_a_request_are_checked_once(monkeypatch, capsys):
             checks.append(self.max_spec_len)
 
     monkeypatch.setitem(METHODS, "failfast", CountedOptions)
-    folder = str(GOLDEN / "qwen2_target_160")
-    words = ["--target", folder, "--method", "failfast", "--max-spec-len", "5", "--token-ids", "3,4"]
-    assert main([*words, "--max-new-tokens", "4", "--json"]) == 0
+    words = f"--target {GOLDEN / 'qwen2_target_160'} --method failfast --max-spec-len 5 --token-ids 3,4 --json"
+    assert main([*words.split(), "--max-new-tokens", "4"]) == 0
     assert json.loads(capsys.readouterr().out)["method"] == "failfast" and checks == [5]
     alone = FailFast.load(random_model(tiny_config(num_layers=1)))
-    options = {"method": "failfast", "max_spec_len": 6, "max_new_tokens": 4}
-    alone.generate([[3, 4]], **options)
-    assert [*alone.stream([[3, 4]], **options)] and checks == [5, 6, 6]
-    config = alone.resolve(**options)
+    assert alone.resolve().method == "auto"
+    config = alone.resolve(method="failfast", max_spec_len=6, max_new_tokens=4)
     alone.build_drafter(config)
-    alone.generate([[3, 4]], config)
-    assert checks == [5, 6, 6, 6] and alone.resolve(config) is config
+    assert alone.generate([[3, 4]], config) and [*alone.stream([[3, 4]], config)] and checks == [5, 6]
     alone.decoding = {"max_spec_len": 7}
-    assert alone.resolve(config).resolution.options.max_spec_len == 6 and checks == [5, 6, 6, 6, 6]
+    assert alone.resolve(config).resolution.options.max_spec_len == 6 and checks == [5, 6, 6]
     assert alone.resolve(method="failfast").resolution.options.max_spec_len == 7
 
 
@@ -211,13 +198,21 @@ def with_bad_weights(model: Decoder, value: float) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("method", ["vanilla", "lookup"])
-def test_no_token_comes_from_logits_that_are_not_finite(method):
+@pytest.mark.parametrize(
+    "config, options",
+    [
+        (tiny_config(num_layers=1), {"method": "vanilla"}),
+        (tiny_config(num_layers=1), {"method": "lookup"}),
+        (diffusion_config(), {**DLLM, "block_cache": False}),
+        (diffusion_config(), {**DLLM, "block_cache": True}),
+    ],
+)
+def test_no_token_comes_from_logits_that_are_not_finite(config, options):
     programs = Executables()
     for value, temperature in itertools.product((np.nan, 3e38), (0.0, 0.8)):
-        broken = FailFast.load(with_bad_weights(random_model(tiny_config(num_layers=1)), value), programs=programs)
-        with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 are not finite.*--dtype"):
-            broken.generate([[5, 6, 7]], method=method, max_new_tokens=20, temperature=temperature)
+        broken = FailFast.load(with_bad_weights(random_model(config), value), programs=programs)
+        with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 of prompt 0 are not"):
+            list(broken.stream([[5, 6, 7]] * 2, max_new_tokens=20, temperature=temperature, **options))
 
 
 @pytest.mark.parametrize("method", ["vanilla", "lookup", "failfast"])
@@ -240,15 +235,6 @@ def test_a_drafter_that_is_not_finite_loses_nothing(value):
     target, drafter = random_model(tiny_config(num_layers=1), seed=1), random_model(diffusion_config(), seed=2)
     broken = FailFast.load(target, with_bad_weights(drafter, value))
     lossless(broken, [[5, 6, 7]], method="failfast", max_new_tokens=20, ignore_eos=True, **DRAFTS)
-
-
-@pytest.mark.parametrize("block_cache", [False, True])
-def test_no_diffusion_token_comes_from_logits_that_are_not_finite(block_cache):
-    broken = FailFast.load(with_bad_weights(random_model(diffusion_config()), np.nan))
-    options = DLLM | {"block_cache": block_cache, "max_new_tokens": 20}
-    for temperature in (0.0, 0.8):
-        with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 of prompt 0 are not"):
-            list(broken.stream([[5, 6, 7]] * 2, temperature=temperature, **options))
 
 
 # Buffers.

@@ -44,22 +44,15 @@ TREE, ALIGNED = {"tree_budget": 16}, {"schedule": "aligned"}
 REJECTION = {"acceptance": "rejection"}
 REFUSED = [
     ({"tau": float("nan")}, "--tau nan"),
-    ({"schedule": "tall"}, "--schedule tall"),
-    ({"threshold": 2.0}, "--threshold"),
     ({"max_new_tokens": "5"}, "--max-new-tokens '5': must be an integer"),
     ({"temperature": -1e-9}, "--temperature -1e-09: must be in"),
-    ({"temperature": 1e39}, r"--temperature 1e\+39: must be in"),
-    ({"temperature": float("nan")}, "--temperature nan"),
     ({"top_p": 0.0}, r"--top-p 0.0: must be in \(0, 1\]"),
     ({"top_k": -1}, "--top-k -1: must be"),
-    ({"top_k": 2**31}, "--top-k 2147483648"),
-    ({"spec_len": 2.5}, "--spec-len 2.5: must be an integer"),
     ({"tau": "high"}, "--tau 'high': must be a number"),
     ({"min_gain": 1.0}, "--min-gain 1.0: no longer an option: --method auto weighs"),
     ({"method": "auto", "policy": "fixed"}, r"--policy fixed: no longer .*\(--method failfast, --method lookup\)"),
     ({"policy": "auto"}, "--policy auto: no longer an option: --method auto decides"),
     ({"lookup_min": 2}, "--lookup-min 2: --method failfast has no such option, only --method auto, lookup, suffix"),
-    ({"method": "auto", "lookup_min": 33}, "--lookup-min 33"),
     ({"method": "suffix", "lookup_min": 0}, "--lookup-min 0: must be in"),
     (STEPS | {"steps": 11}, "--steps 11: must be at most --spec-len 10"),
     (ALIGNED | {"rule": "congestion"}, "--rule congestion: not with --schedule aligned"),
@@ -73,8 +66,6 @@ REFUSED = [
     # Drafts that are not sampled from left to right.
     (REJECTION | TREE, "--tree-budget 16: not with --acceptance rejection"),
     (REJECTION | {"method": "lookup"}, "--acceptance rejection: "),
-    (REJECTION | {"method": "dllm"}, "--acceptance rejection: "),
-    (REJECTION | {"method": "fast-dllm", "small_block_size": 4}, "--acceptance rejection: "),
     (REJECTION | ALIGNED, "--schedule aligned: not with --acceptance rejection"),
     (REJECTION | {"method": "auto"}, "--acceptance rejection: "),
     (REJECTION | {"reuse": True}, "--reuse: not with --acceptance rejection"),
@@ -83,7 +74,6 @@ REFUSED = [
 ]
 REFUSED_EXTENDED = [
     ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
-    ({"method": "fast-dllm", "spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
     (STEPS | {"steps": 4, "spec_len": 3}, "--steps 4: must be at most --spec-len 3"),
     (ALIGNED, "--schedule aligned: needs a drafter of kind block-diffusion"),
     ({"block_size": 8}, "--block-size 8"),
@@ -171,13 +161,10 @@ def test_options_of_loading_that_cannot_be_served(message, changes):
             load()
 
 
-def test_a_constructor_without_models_names_the_function_that_loads():
-    with pytest.raises(OptionError, match=r"FailFast.load\(\)"):
-        FailFast()
-
-
 @pytest.mark.parametrize("length", [1, 601])
 def test_a_context_length_out_of_range(length):
+    with pytest.raises(OptionError, match=r"FailFast.load\(\)"):
+        FailFast()
     with pytest.raises(OptionError, match=f"--max-seq-len {length}: must be between 2 and the context of 600"):
         new_engine(max_seq_len=length)
 

@@ -58,22 +58,8 @@ def test_the_figures_of_the_pages(monkeypatch, tmp_path):
 def test_train_a_drafter(example, tmp_path, capsys):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 150, 5).tolist() for _ in range(16)]
-    small = [
-        "--layers",
-        "1",
-        "--row-features",
-        "0,1",
-        "--rows",
-        "3",
-        "--draft-vocab",
-        "50",
-        "--seq-len",
-        "64",
-        "--steps",
-        "4",
-    ]
-    sizes = ["--batch", "2", "--anchors", "4", "--held-out", "4", "--eval-prompts", "2", "--eval-tokens", "6"]
-    options = [*small, *sizes, "--skip-short"]
+    options = "--layers 1 --row-features 0,1 --rows 3 --draft-vocab 50 --seq-len 64 --steps 4 --batch 2 --anchors 4"
+    options = [*options.split(), *"--held-out 4 --eval-prompts 2 --eval-tokens 6 --skip-short".split()]
     drafter = example("train_a_drafter").main(GOLDEN / "llama_tied", prompts, tmp_path, *options, max_new_tokens=32)
     assert (drafter / "config.json").is_file()
     assert capsys.readouterr().out.endswith("plain decoding says the same: True\n")

@@ -21,7 +21,7 @@ def test_odd_input_is_served_or_refused(count):
     report = json.loads(done.stdout)
     assert report["faults"] == [] and done.returncode == 0
     # Kinds of input times what came of them; few inputs do not reach them all.
-    assert report["inputs"] == count and len(report["outcomes"]) >= min(24, count // 3), report["outcomes"]
+    assert report["inputs"] == count and len(report["outcomes"]) >= min(22, count // 3), report["outcomes"]
 
 
 @pytest.mark.parametrize("count", [120, pytest.param(10_000, marks=pytest.mark.long(rare=True))])

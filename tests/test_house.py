@@ -1,4 +1,4 @@
-"""House rules: imports, sizes, names, words, and that every command in the pages parses."""
+"""House rules that ruff does not hold: imports, names, words, and that every command in the pages parses."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ import pytest
 from failfast_jax import drafters
 from failfast_jax.decoding.decode_state import Tree
 from failfast_jax.decoding.picking import agreeing_prefix
-from failfast_jax.util.command_line import PlainParser
+from failfast_jax.util.command_line import Parser
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", ROOT / "tpu_scripts" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-MOST_STATEMENTS, MOST_WITH_8_PARAMETERS = 40, 5
-# These count places, and only fall.
-MOST_SHARED_NAMES, MOST_ODD_DOCSTRINGS, MOST_BANNED, MOST_BEHIND = 0, 0, 0, 10
-MOST_IMPORTED_TESTS = 1
+MOST_BEHIND, MOST_IMPORTED_TESTS = 10, 1
 QUESTION_WORDS = {"What", "Of", "Whether", "How", "Where", "Those"}
 BANNED = {"said", "found", "told", "own", "made", "given", "how", "one"}
 KEYWORDS = {"jax", "flax", "numpy", "transformers", "tokenizers", "safetensors", "gguf"}
@@ -139,33 +136,6 @@ def test_no_import_circle():
     assert circles == {()}, "\n".join(" <-> ".join(circle) for circle in sorted(circles) if circle)
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
-    for path in files(*PACKAGES):
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield path, node
-
-
-def test_functions_are_short():
-    """Outside of the kernels."""
-    statements = [
-        (where(path, node), node.name, sum(isinstance(inner, ast.stmt) for inner in ast.walk(node)) - 1)
-        for path, node in functions()
-        if "kernels" not in path.parts
-    ]
-    wrong = [f"{place}: {name} has {count} statements" for place, name, count in statements if count > MOST_STATEMENTS]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_few_functions_have_many_parameters():
-    many = []
-    for path, node in functions():
-        names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        if len([name for name in names if name not in ("self", "cls")]) > 7:
-            many.append(f"{where(path, node)}: {node.name}")
-    assert len(many) <= MOST_WITH_8_PARAMETERS, "\n".join(many)
-
-
 def test_class_and_module_names_are_unique():
     classes, names = collections.defaultdict(list), collections.defaultdict(list)
     for module, path in modules().items():
@@ -175,7 +145,7 @@ def test_class_and_module_names_are_unique():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(where(path, node))
     twice = [f"{name}: {', '.join(places)}" for name, places in {**classes, **names}.items() if len(places) > 1]
-    assert len(twice) <= MOST_SHARED_NAMES, "\n".join(twice)
+    assert not twice, "\n".join(twice)
     dependencies = {name for names in metadata.packages_distributions().items() for name in names[:1]} | KEYWORDS
     shadows = {*names} & ({*dependencies, *dir(builtins), *sys.stdlib_module_names}) - KEPT
     assert not shadows
@@ -195,8 +165,8 @@ def test_plain_words():
                 variables.append(f"{where(path, node)} {node.id}")
             elif isinstance(node, ast.arg) and node.arg in BANNED:
                 variables.append(f"{where(path, node)} {node.arg}")
-    for places, most in ((docstrings, MOST_ODD_DOCSTRINGS), (variables, MOST_BANNED), (behind, MOST_BEHIND)):
-        assert len(places) <= most, "\n".join(places)
+    assert not docstrings + variables, "\n".join(docstrings + variables)
+    assert len(behind) <= MOST_BEHIND, "\n".join(behind)
 
 
 def test_test_files_import_no_other_test_file():
@@ -209,56 +179,14 @@ def test_test_files_import_no_other_test_file():
     assert len(wrong) <= MOST_IMPORTED_TESTS, "\n".join(wrong)
 
 
-def is_private(name: str) -> bool:
-    documented = {"_asdict", "_fields", "_make", "_replace"}  # of named tuples
-    return name.startswith("_") and name.strip("_") != "" and not name.startswith("__") and name not in documented
-
-
-def defined(tree: ast.Module) -> set[str]:
-    """Names that a file defines: functions, classes, variables, fields and attributes of `self`."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
-            found.add(node.attr)
-    return found
-
-
-def is_own(node: ast.expr) -> bool:
-    """`self`, `cls` or `super()`."""
-    return (isinstance(node, ast.Name) and node.id in ("self", "cls")) or ast.unparse(node) == "super()"
-
-
-def private_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
-    """Private names that a file uses and does not define."""
-    tree = tree_of(path)
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [part for alias in node.names for part in alias.name.split(".")]
-        elif isinstance(node, ast.Attribute) and not is_own(node.value):
-            names = [node.attr]
-        elif isinstance(node, ast.Call) and re.search(r"(get|set|has|del)attr$", ast.unparse(node.func)):
-            texts = [a.value for a in node.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            names = [part for text in texts for part in text.split(".")]
-        yield from ((node, name) for name in names if is_private(name) and name not in defined(tree))
-
-
-NOT_EXPORTED = {("_src", "gpu_attention.py"), ("_src", "test_gpu.py")}
-"""JAX 0.10 has no public name for the simulator of GPU kernels."""
-
-
-def test_private_names_stay_at_home():
+def test_private_names_are_not_imported():
+    """JAX 0.10 has no public name for the simulator of GPU kernels."""
+    private = re.compile(r"\s*(?:from|import) .*[. ]_(?!_|version|src)\w")
     wrong = [
-        f"{where(path, node)}: {name}"
+        f"{path.relative_to(ROOT)}: {line}"
         for path in files(*PACKAGES, "tests")
-        for node, name in private_names(path)
-        if name not in ("_version", "_exit") and (name, path.name) not in NOT_EXPORTED
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if private.match(line)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -325,7 +253,7 @@ def test_commands_in_the_pages_parse(command, whole, monkeypatch):
         raise AssertionError(f"{command}\n{message}")
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    for parser in (argparse.ArgumentParser, PlainParser):
+    for parser in (argparse.ArgumentParser, Parser):
         monkeypatch.setattr(parser, "error", refuse)
     # `docs/add-a-method.md` adds this one.
     monkeypatch.setitem(drafters.METHODS, "repeat", drafters.METHODS["lookup"])

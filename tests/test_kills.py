@@ -51,25 +51,3 @@ def test_what_is_cut_off_is_found(tmp_path):
         with pytest.raises(kills.Lost, match=name):
             kills.check_whole(tmp_path)
         (tmp_path / name).unlink()
-
-
-HALVES = """
-import os, sys
-from pathlib import Path
-import kills
-folder = Path(sys.argv[1])
-def work():
-    descriptor = os.open(folder / "file", os.O_WRONLY | os.O_CREAT)
-    return 0 if os.write(descriptor, b"12345678") == 4 and os.write(descriptor, b"5678") == 2 else 1
-for last, content in {1: None, 2: b"1234", 3: b"123456"}.items():
-    assert kills.start(work, folder / "file", folder / "said.txt", last).wait(60) == -9
-    assert ((folder / "file").read_bytes() if (folder / "file").exists() else None) == content
-assert kills.start(work, folder / "file", folder / "said.txt").wait(60) == 0
-assert (folder / "said.count").read_text() == "3"
-"""
-
-
-def test_a_write_is_killed_between_its_halves(tmp_path):
-    """The killer itself: before a chosen change of a file, or in the middle of it. (JAX' threads do not fork.)"""
-    done = run_python("-c", HALVES, tmp_path)
-    assert done.returncode == 0, done.stderr

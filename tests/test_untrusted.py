@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import io
-import itertools
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -60,7 +59,6 @@ def evil(tmp_path, monkeypatch):
 
 
 COMMANDS = (
-    ("failfast_jax.doctor", "--target {model}"),
     ("failfast_jax.generate", "--target {model} --prompt a --method vanilla"),
     ("failfast_jax.chat", "--target {model} --method vanilla"),
     ("failfast_jax.serve", "--target {model} --port 0 --method vanilla"),
@@ -77,11 +75,10 @@ def test_no_command_runs_a_folders_code(module, words, evil, tmp_path, capsys, m
     model = evil("AutoProcessor", with_json=False)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": turns, "prompt": "a"}) + "\n")
-    monkeypatch.setattr("failfast_jax.doctor.CHECKS", ())
     status = main_of(module)(words.format(model=model, data=tmp_path).split())
     shown = capsys.readouterr()
     assert "tokenizer_class 'AutoProcessor' is not read" in shown.out + shown.err, shown
-    assert status == (1 if module.endswith("doctor") else 2)
+    assert status == 2
 
 
 @pytest.mark.parametrize("name", ["AutoProcessor", "evil.Evil", "AutoTokenizer", "Evil", ["x"], {}, 7, "", "os"])
@@ -97,23 +94,13 @@ def test_a_whole_tokenizer_needs_no_class(evil, name):
 
 
 def test_nothing_loads_code():
-    """transformers' loaders are called in two places, with code refused; nothing unpickles, evaluates or executes."""
-    allowed = {"failfast_jax/checkpoints/tokenizer.py"}
-    for path in itertools.chain(*(sorted((ROOT / folder).rglob("*.py")) for folder in ("failfast_jax", "convert"))):
-        name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {module.split(".")[0] for module in modules} & {"pickle", "dill", "joblib", "marshal"}, name
-            if not isinstance(node, ast.Call):
-                continue
-            called = ast.unparse(node.func)
-            words = {word.arg: ast.unparse(word.value) for word in node.keywords}
-            assert called not in ("eval", "exec", "compile", "torch.load"), f"{name}: {called}"
-            assert words.get("allow_pickle", "False") == words.get("trust_remote_code", "False") == "False", name
-            if called.endswith("from_pretrained"):
-                source = ast.unparse(node) + path.read_text()
-                assert name in allowed and "trust_remote_code" in source, f"{name}: {called}"
+    """transformers' loaders are called in one place; ruff refuses to unpickle, evaluate and execute."""
+    paths = [path for folder in ("failfast_jax", "convert") for path in (ROOT / folder).rglob("*.py")]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+    callers = {name for name, text in texts.items() if re.search(r"^[^\"]*from_pretrained\(", text, re.MULTILINE)}
+    assert callers == {"failfast_jax/checkpoints/tokenizer.py"}
+    assert all("trust_remote_code" in texts[name] for name in callers)
+    assert not any(re.search("(trust_remote_code|allow_pickle)\\W+True", text) for text in texts.values())
 
 
 def test_control_characters_are_escaped():
@@ -129,7 +116,7 @@ def test_control_characters_are_escaped():
 
 @pytest.mark.parametrize("kind", ["folder", "tensor", "GGUF tensor", "template"])
 def test_names_do_not_control_the_terminal(kind, tmp_path, capsys):
-    """Names of folders, tensors and templates, in the errors of a command and in `doctor`'s report."""
+    """Names of folders, tensors and templates, in the errors of a command."""
     folder = tmp_path / (f"m{ESCAPE[:-1]}odel" if kind == "folder" else "model")
     hf_folder(folder, "qwen2_untied")
     if kind == "tensor":
@@ -140,17 +127,11 @@ def test_names_do_not_control_the_terminal(kind, tmp_path, capsys):
         folder.write_bytes(folder.read_bytes().replace(b"output_norm.weight", b"output_norm\x1b[2Jght", 1))
     if kind == "template":
         write_tokenizer(folder, "{{ raise_exception('\x1b[2J') }}")
-    where = ["--target", str(folder)]
-    from failfast_jax import doctor
-
-    findings = doctor.own_models(str(folder), None)
-    texts = [printable(finding.text) for finding in findings]
-    generate.main([*where, "--prompt", "a", "--method", "vanilla", "--max-new-tokens", "1"])
-    shown = capsys.readouterr()
-    assert r"\x1b" in shown.err
-    assert kind in ("folder", "template") or any(r"\x1b" in text for text in texts), texts
-    for text in (*texts, *shown.err.splitlines()):
-        assert text.replace("\t", "").isprintable(), text
+    generate.main(["--target", str(folder), "--prompt", "a", "--method", "vanilla", "--max-new-tokens", "1"])
+    lines = capsys.readouterr().err.splitlines()
+    assert any(r"\x1b" in line for line in lines)
+    for line in lines:
+        assert line.replace("\t", "").isprintable(), line
 
 
 def test_standard_input_is_bounded(monkeypatch, capsys):
@@ -190,15 +171,6 @@ def test_panics_of_the_tokenizer_are_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "PATIENCE_S", 0.1)
     with pytest.raises(PromptError, match=r"cannot take this text \(after 0 s it was not done with 7500 characters"):
         encode(("a" * 24 + "b") * 300, tokenizer, 300, "m", template=False)
-    raw["pre_tokenizer"], raw["decoder"] = None, {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    tokenizer = load_tokenizer(tmp_path)
-    letter = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")
-    long = [letter[0]] * 40 + [letter[1]]
-    try:  # the decoder takes tokens one by one: nothing backtracks
-        tokenizer.decode(long)
-    except CheckpointError as error:
-        assert str(tmp_path) in str(error)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])

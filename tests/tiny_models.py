@@ -44,18 +44,8 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 def diffusion_config(block_size: int = 8, **changes: Any) -> ModelConfig:
     """A block-diffusion model of one layer over the same tokens; the last one is the mask."""
-    return tiny_config(
-        **(
-            {
-                "model_type": FAST_DLLM_MODEL_TYPE,
-                "block_size": block_size,
-                "mask_token_id": VOCAB - 1,
-                "num_layers": 1,
-                "num_kv_heads": 1,
-            }
-            | changes
-        )
-    )
+    sizes = {"model_type": FAST_DLLM_MODEL_TYPE, "block_size": block_size, "mask_token_id": VOCAB - 1}
+    return tiny_config(**(sizes | {"num_layers": 1, "num_kv_heads": 1} | changes))
 
 
 def random_model(config: ModelConfig, seed: int = 0, *, gain: float = 4.0, dtype: str = "float32") -> Decoder:

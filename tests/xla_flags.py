@@ -10,7 +10,7 @@ import sys
 
 import jax
 
-from failfast_jax.util import environment
+from failfast_jax.util import hardware
 
 QUICK = (
     "--xla_backend_optimization_level=0",
@@ -51,7 +51,7 @@ def suit_the_platform(quick: bool) -> None:
       quick: programs shall compile quickly; else they are those of users.
     """
     platforms = jax.config.jax_platforms or ""
-    if platforms != "cpu" and (platforms or environment.has_tpu() or environment.nvidia_driver()):
+    if platforms != "cpu" and (platforms or hardware.is_present("tpu") or hardware.is_present("gpu")):
         os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
         jax.config.update("jax_default_matmul_precision", os.environ["JAX_DEFAULT_MATMUL_PRECISION"])
     elif quick:

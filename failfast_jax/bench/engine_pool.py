@@ -17,7 +17,6 @@ from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.options import flag_of
 from failfast_jax.public_data.question_sets import stamp
-from failfast_jax.request_flags import tell_new_meaning
 from failfast_jax.util.files import user_path
 
 Source = str | os.PathLike | None
@@ -125,11 +124,9 @@ class EnginePool:
         """
         try:
             engine = self.get(row, config)
-            description = engine.build_drafter(engine.resolve(config)).describe()
-            tell_new_meaning(config)
+            return engine.build_drafter(engine.resolve(config)).describe()
         except ValueError as error:
             raise ValueError(f"{row.label}: {error}") from None
-        return description
 
     @property
     def max_seq_len(self) -> int:

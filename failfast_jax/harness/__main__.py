@@ -25,7 +25,7 @@ def _work(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
-    parser = command_line.PlainParser(
+    parser = command_line.Parser(
         prog="python -m failfast_jax.harness",
         description=__doc__,
         epilog="For example: run --model failfast_jax --model_args method=lookup,batch=4 --tasks gsm8k --limit 20. "

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.decode_state import Committed, Draft, Forecast, Outcome
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import agreeing_prefix
+from failfast_jax.decoding.stopping import DraftSoFar, StopRule
 from failfast_jax.decoding.windows import gather_window
-from failfast_jax.policy.expected_gain import ExpectedGain
 from failfast_jax.policy.expected_tokens import (
     GAMBLE,
     LEAD,
@@ -30,11 +30,44 @@ from failfast_jax.policy.expected_tokens import (
 
 
 @flax.struct.dataclass
-class Offer:
-    """A source's draft, and the tokens that each sequence expects of it, per verify width."""
+class ExpectedGain(StopRule):
+    """Stops if another chunk would not raise the expected tokens per second (`auto`).
 
-    draft: Draft
-    tokens: Float[Array, "B widths"]
+    The next chunk is assumed to be as sure as the newest one. The memory holds the calibrated chances, which
+    `Auto` keeps.
+
+    Example: chunk 2, two tokens of chance .9 drafted by one pass of 0.2 steps, a verify of 4 rows at 1.2 steps, of 8 at
+    1.5:
+
+        now       1 + .9 + .81 = 2.71 tokens           in 1.2 + 0.2 = 1.4 steps, 1.94 a step
+        further   2.71 + .81 * (.9 + .81) = 4.10       in 1.5 + 0.4 = 1.9 steps, 2.16 a step: the draft grows
+    """
+
+    costs: Costs
+    widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    """Widths of the verify costs."""
+    prior: tuple[float, ...] = flax.struct.field(pytree_node=False, default=MODEL_CHANCES)
+    """Prior chances of the model's tokens."""
+
+    def init(self, batch: int) -> Chances:
+        return Chances.of(batch, self.prior)
+
+    def stops(self, draft: DraftSoFar, memory: Chances) -> Bool[Array, " B"]:
+        chance = memory.chance(draft.confidence)
+        columns = jnp.arange(chance.shape[1])
+        reached = jnp.cumprod(jnp.where(columns < draft.drafted[:, None], chance, 0.0), axis=1)
+        size = draft.drafted - draft.newest
+        sure = jnp.sum(jnp.where(draft.in_newest, chance, 0.0), axis=1) / jnp.maximum(size, 1)
+        last = jnp.take_along_axis(reached, jnp.maximum(draft.drafted - 1, 0)[:, None], axis=1)[:, 0]
+        # The sum of the powers of `sure` up to the chunk's size.
+        further = jnp.where(sure < 1, sure * (1 - sure**size) / jnp.maximum(1 - sure, 1e-6), size)
+        tokens, passes = 1 + reached.sum(1), (draft.drafted - memory.begun) // jnp.maximum(size, 1)
+        now = self._seconds(draft.drafted, passes)
+        return (tokens + last * further) / self._seconds(draft.drafted + size, passes + 1) <= tokens / now
+
+    def _seconds(self, drafted: Int[Array, " B"], passes: Int[Array, " B"]) -> Float[Array, " B"]:
+        rung = jnp.sum(drafted[:, None] + 1 > jnp.asarray(self.widths[:-1], jnp.int32), axis=1)
+        return jnp.asarray(self.costs.verify)[rung] + self.costs.draft * passes
 
 
 @flax.struct.dataclass
@@ -139,20 +172,20 @@ class Auto(Drafter):
         # 5. The draft is cut to the width, and the round's yield is noted.
         costs, estimate = self.costs.steps, state.estimate
         weight, waits = self._weight(state.ahead, committed.running), self._someone_waits(committed)
-        text, text_state = self._offer(self.text, state.text, state.chances.text, committed)
-        at_hand = _total(weight, text.tokens)
-        prefix, hoped = self._prefix(state, text.draft, committed)
+        text, text_tokens, text_state = self._offer(self.text, state.text, state.chances.text, committed)
+        at_hand = _total(weight, text_tokens)
+        prefix, hoped = self._prefix(state, text, committed)
         ask = self._worth_asking(estimate, at_hand, (weight * hoped).sum(), waits)
         chances = state.chances.replace(begun=jnp.where(committed.running & ask, prefix.length, 0))
         asking = committed.replace(running=committed.running & ask)
         informed = state.model if self.model is None else state.model.replace(memory=chances)  # for its stopping rule
-        model, model_state = self._offer(self.model, informed, chances, asking, prefix)
-        tokens = jnp.maximum(model.tokens, text.tokens)
-        spent = costs.draft * jnp.max(model.draft.passes)
+        model, model_tokens, model_state = self._offer(self.model, informed, chances, asking, prefix)
+        tokens = jnp.maximum(model_tokens, text_tokens)
+        spent = costs.draft * jnp.max(model.passes)
         rung = jnp.where(waits, 0, self._best_width(estimate, _total(weight, tokens), spent))
         cost = costs.verify[rung] + spent
         width = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
-        drafts, by_model = (model.draft, text.draft), (model.tokens > text.tokens)[:, rung]
+        drafts, by_model = (model, text), (model_tokens > text_tokens)[:, rung]
         length = jnp.where(by_model, *(draft.length for draft in drafts))
         seconds = jnp.broadcast_to(cost * self.costs.verify[0], length.shape)
         # While costs are measured, the draft fills the rows.
@@ -161,19 +194,19 @@ class Auto(Drafter):
             tokens=jnp.where(by_model[:, None], *(draft.tokens for draft in drafts)),
             confidence=jnp.where(by_model[:, None], *(draft.confidence for draft in drafts)),
             length=jnp.where(committed.running, jnp.minimum(whole, width - 1), 0),
-            passes=model.draft.passes,
+            passes=model.passes,
             forecast=Forecast(tokens[:, rung], seconds, jnp.broadcast_to(width, length.shape)),
         )
         # A round in which every draft begins with the text's tells nothing of the model alone.
         alone = weight * (chances.begun == 0)
-        of_model = (alone * model.tokens[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6)
+        of_model = (alone * model_tokens[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6)
         informed = ~ask | (alone.sum() > 0)
         newer = estimate.after_draft(ask, of_model, cost)
         return draft, state.replace(
             text=text_state,
             model=model_state,
-            text_draft=text.draft,
-            model_draft=model.draft,
+            text_draft=text,
+            model_draft=model,
             chances=chances,
             estimate=jax.tree.map(lambda new, old: jnp.where(informed, new, old), newer, estimate),
             cost=cost,
@@ -182,15 +215,16 @@ class Auto(Drafter):
 
     def _offer(
         self, source: Drafter | None, state: Any, chances: Calibration | Chances, committed: Committed, *begun: Draft
-    ) -> tuple[Offer, Any]:
-        """Returns a source's draft, in buffers of equal size for both sources, with the tokens that it promises."""
+    ) -> tuple[Draft, Float[Array, "B widths"], Any]:
+        """Returns a source's draft, in buffers of equal size for both sources, the tokens that each sequence expects of
+        it per verify width, and the source's state."""
         draft = Draft.empty(committed.length.shape[0], 0)
         if source is not None:
             draft, state = source.draft(state, committed, *begun)
         spare = ((0, 0), (0, self.max_draft - draft.tokens.shape[1]))
         draft = draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
         tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
-        return Offer(draft, jnp.where(committed.running[:, None], tokens, 0.0)), state
+        return draft, jnp.where(committed.running[:, None], tokens, 0.0), state
 
     def _prefix(self, state: AutoState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
         """Returns the looked-up tokens that the model should continue, and the expected tokens of that round.

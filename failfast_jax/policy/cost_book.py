@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import json
 import logging
 import os
 import time
@@ -17,15 +16,18 @@ import jax
 import numpy as np
 
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.policy.cost_measurement import PricedSession, measure
 from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.results import RowLog
 from failfast_jax.util import processes, progress
-from failfast_jax.util.files import describe_os_error, read_json, user_path, write_atomically
+from failfast_jax.util.files import describe_os_error, read_json, user_path, write_json
 from failfast_jax.util.hardware import machine
 
 logger = logging.getLogger("failfast_jax")
 
+REPEATS, ROUNDS = 5, 4
+"""Turns in which each kind of round is timed, and rounds of one kind in a row."""
+LEAST_DRAFT = 0.01
+"""Lower bound of a pass, in plain steps."""
 DRIFT, STRIKES = 1.4, 3
 """Factor by which an answer may take longer or less than expected, and answers in a row beyond it before costs are
 measured anew."""
@@ -41,6 +43,34 @@ THIS_MACHINE = ("device", "processor", "cores")
 
 Entry = dict[str, Any]
 """JSON-ready costs: `verify` (seconds by rows), `draft`, `machine`, `date`."""
+
+
+def measure(session: Any) -> Costs:
+    """Returns the costs of a session's rounds with half of its capacity live: medians of interleaved turns.
+
+    For widths 1 4 8 and a drafter with a model, four kinds of rounds are timed: verifies of 1, 4 and 8 rows without the
+    model, and of 1 row with it; the difference to the first kind is the cost of the passes. Takes some seconds.
+    """
+    widths, has_model = session.plan.widths, session.drafter.shape.has_model
+    prompt = [(7 * at) % 31 for at in range(session.capacity // 2)]
+    kinds = [(width, -1) for width in widths] + [(widths[0], 1)] * has_model
+    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+    passes = 1.0
+    for turn in range(REPEATS + 1):
+        for rows, ask in kinds:
+            timed = session.with_costs(Costs.of(np.ones(len(widths)), 0.0, rows, ask))
+            state = jax.block_until_ready(timed.start_endless(prompt))
+            begin = time.perf_counter()
+            state = jax.block_until_ready(timed.advance(state, ROUNDS))
+            if turn:  # the first one warms up
+                times[rows, ask].append((time.perf_counter() - begin) / ROUNDS)
+            if ask > 0:
+                passes = max(float(state.log.drafter_passes) / ROUNDS, 1.0)
+    medians = {kind: float(np.median(seconds)) for kind, seconds in times.items()}
+    # More rows never cost less, and a pass costs something, whatever the noise: no factor would ever correct a 0.
+    verify = np.maximum.accumulate([medians[width, -1] for width in widths])
+    extra = medians[kinds[-1]] - medians[kinds[0]]
+    return Costs.of(verify, max(extra, LEAST_DRAFT * verify[0]) / passes if has_model else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,22 +138,20 @@ def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> C
     Raises:
       ConfigError: the entry holds no such costs.
     """
-    entry = entry if isinstance(entry, Mapping) else {}
-    verify, draft = entry.get("verify"), entry.get("draft", 0.0)
-    fine = isinstance(verify, dict) and verify and isinstance(draft, (int, float)) and 0 <= draft < SLOWEST_S
     try:
-        known = sorted((int(rows), float(seconds)) for rows, seconds in verify.items()) if fine else []
-        draft = float(draft)
-    except (OverflowError, TypeError, ValueError):
-        known = []
-    if not known or known[0][0] < 1 or not all(0 < seconds < SLOWEST_S for _, seconds in known):
+        known = sorted((int(rows), float(seconds)) for rows, seconds in entry["verify"].items())
+        draft = float(entry.get("draft", 0.0))
+        fine = known[0][0] >= 1 and 0 <= draft < SLOWEST_S and all(0 < seconds < SLOWEST_S for _, seconds in known)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+        fine = False
+    if not fine:
         raise ConfigError(f'{where}: costs are {{"verify": {{rows: seconds, ...}}, "draft": seconds}}, all positive')
     if widths[-1] > known[-1][0]:
         raise ConfigError(f"{where}: 'verify' ends at {known[-1][0]} rows, and up to {widths[-1]} are verified here")
     return Costs.of(np.interp(widths, *zip(*known)), draft)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Known:
     """Costs of the sessions of one key.
 
@@ -140,16 +168,15 @@ class _Known:
     filed: Costs | None = None
     strikes: int = 0
 
-    def changed(self) -> bool:
-        """Returns True if a cost on file is no longer right."""
-        if self.filed is None:
-            return False
-        new, old = (np.append(costs.verify, costs.draft) + 1e-9 for costs in (self.costs, self.filed))
-        return bool(np.any((new / old > KEPT) | (new / old < 1 / KEPT)))
+
+def _differ(costs: Costs, others: Costs) -> bool:
+    """Returns True if a cost is not within `KEPT` of the other one."""
+    new, old = (np.append(each.verify, each.draft) + 1e-9 for each in (costs, others))
+    return bool(np.any((new / old > KEPT) | (new / old < 1 / KEPT)))
 
 
 class CostBook:
-    """Costs of the sessions of one process.
+    """Costs of the sessions (`runtime.session.DraftSession`) of one process.
 
     They are kept beside the compile cache, for the next process on this machine, unless the file `fixed` names them.
 
@@ -165,9 +192,8 @@ class CostBook:
                 raise OptionError(f"--costs {self.fixed}: no such file")
             costs_of(read_json(self.fixed), (1,), str(self.fixed))
         self._known: dict[str, _Known] = {}
-        self._warned = False
 
-    def price(self, session: PricedSession) -> tuple[PricedSession, Entry]:
+    def price(self, session: Any) -> tuple[Any, Entry]:
         """Returns the session with its costs, and their JSON-ready form. Call it while nothing else is compiled."""
         widths, key = session.plan.widths, session.key
         if key not in self._known:
@@ -180,7 +206,7 @@ class CostBook:
         known = self._known[key]
         return session.with_costs(known.costs), {**entry_of(known.costs, widths), "source": known.source}
 
-    def _find(self, session: PricedSession) -> _Known:
+    def _find(self, session: Any) -> _Known:
         """Reads costs, or measures them and puts them on file."""
         widths, key = session.plan.widths, session.key
         covariance = prior_covariance(len(widths) + 1)
@@ -207,9 +233,8 @@ class CostBook:
             return path is not None
         costs = {name: stored for name, stored in self.stored().items() if name != key}
         costs |= {} if entry is None else {key: {**entry, "date": here["date"]}}
-        content = {"machine": {name: here[name] for name in THIS_MACHINE}, "costs": costs}
         try:
-            write_atomically(path, json.dumps(content, indent=1) + "\n")
+            write_json(path, {"machine": {name: here[name] for name in THIS_MACHINE}, "costs": costs})
         except OSError as error:
             logger.warning("%s (costs of rounds are measured again next time)", describe_os_error(error))
             return False
@@ -223,29 +248,21 @@ class CostBook:
 
     def stored(self) -> dict[str, Entry]:
         """Returns the entries on file for this machine."""
-        path = self.path()
+        path, here = self.path(), machine()
         if path is None or not path.exists():
             return {}
         try:
             file = read_json(path)
-        except ConfigError as error:
-            logger.warning("%s: ignored", error)
+            others = [name for name in THIS_MACHINE if file["machine"][name] != here[name]]
+            costs = dict(file["costs"])
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            logger.warning("%s: ignored: %s", path, error)
             return {}
-        here, costs, there = machine(), file.get("costs", {}), file.get("machine", {})
-        if not (isinstance(there, dict) and isinstance(costs, dict)):
-            logger.warning("%s: ignored: not a file of costs", path)
-            return {}
-        others = [name for name in THIS_MACHINE if there.get(name) != here[name]]
-        if others and not self._warned:
-            logger.warning("%s: ignored: measured on another machine (%s)", path, ", ".join(others))
-            self._warned = True
-        return {} if others else {key: entry for key, entry in costs.items() if isinstance(entry, dict)}
+        if others:
+            progress.warn_once(f"{path}: ignored: measured on another machine ({', '.join(others)})")
+        return {} if others else costs
 
-    def forget(self) -> None:
-        """Forgets all costs: they are looked up or measured again when they are next needed."""
-        self._known.clear()
-
-    def learn(self, session: PricedSession, counts: RoundCounts, seconds: float) -> None:
+    def learn(self, session: Any, counts: RoundCounts, seconds: float) -> None:
         """Corrects the costs by an answer's time. If several in a row differ much from the expected time, the next
         session is measured again."""
         key, widths, seconds = session.key, session.plan.widths, processes.broadcast_from_primary(seconds)
@@ -254,16 +271,14 @@ class CostBook:
             return
         ratio = seconds / float(counts.spent(known.costs).sum())
         if 1 / DRIFT < ratio < DRIFT:
-            costs, covariance = kalman_update(known.costs, known.covariance, counts, seconds)
+            costs, known.covariance = kalman_update(known.costs, known.covariance, counts, seconds)
             entry = processes.broadcast_from_primary(entry_of(costs, widths))  # to the last bit, on unlike hosts, too
-            costs = costs_of(entry, widths, "corrected")
-            known = dataclasses.replace(known, costs=costs, covariance=covariance, strikes=0)
-            if known.changed():
-                known = dataclasses.replace(known, filed=costs if self.file(key, entry) else None)
-            self._known[key] = known
-        elif known.strikes + 1 < STRIKES:
-            self._known[key] = dataclasses.replace(known, strikes=known.strikes + 1)
-        else:
+            known.costs, known.strikes = costs_of(entry, widths, "corrected"), 0
+            if known.filed is not None and _differ(known.costs, known.filed):
+                known.filed = known.costs if self.file(key, entry) else None
+            return
+        known.strikes += 1
+        if known.strikes == STRIKES:
             del self._known[key]
             if known.filed is not None:
                 self.file(key, None)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib
 import logging
 import math
 import os
-import signal
+import re
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -22,7 +20,7 @@ import jax
 
 from failfast_jax._version import __version__
 from failfast_jax.errors import OptionError, is_failure, printable, printable_lines
-from failfast_jax.util import environment, files, hardware, processes, progress, streams
+from failfast_jax.util import files, hardware, processes, progress
 from failfast_jax.util.compile_cache import enable_compile_cache
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -31,8 +29,8 @@ UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, NO_READER, TERMINATED = 1, 2, 
 shells report for SIGINT, SIGPIPE and SIGTERM."""
 
 
-class PlainParser(argparse.ArgumentParser):
-    """A parser without abbreviations of flags, whose meaning would change when a flag is added."""
+class Parser(argparse.ArgumentParser):
+    """A command's flags, without abbreviations, whose meaning would change when a flag is added."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -40,27 +38,11 @@ class PlainParser(argparse.ArgumentParser):
             versions = f"failfast-jax {__version__}, JAX {jax.__version__}, Python {sys.version.split()[0]}"
             self.add_argument("--version", action="version", version=versions, help="print the versions and exit")
 
-    def _print_message(self, message: str, file: Any = None) -> None:
-        with streams.escaped():
-            super()._print_message(message, file)
-
     def error(self, message: str) -> NoReturn:
         """Ends the process with one line, without the usage of dozens of flags."""
+        if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            message = f"{unknown[1]}: no such flag{did_you_mean(unknown[1], self._option_string_actions)}"
         self.exit(USAGE_ERROR, f"error: {message}; {self.prog} --help lists the flags\n")
-
-
-class Parser(PlainParser):
-    """A command's flags. A misspelt flag is refused with the flag that was probably meant."""
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses as `argparse` does. Misspelt flags are reported before missing ones: they may be the same flag."""
-        words = list(sys.argv[1:] if args is None else args)
-        for word in words[: words.index("--")] if "--" in words else words:
-            name = word.partition("=")[0]
-            # A word with a space is a value.
-            if name.startswith("--") and " " not in name and name not in self._option_string_actions:
-                self.error(f"{name}: no such flag{did_you_mean(name, self._option_string_actions)}")
-        return super().parse_known_args(words, namespace)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -92,48 +74,6 @@ def raise_terminated(*_: object) -> NoReturn:
     raise SystemExit(TERMINATED)
 
 
-@contextlib.contextmanager
-def reraise_lost_signals() -> Iterator[None]:
-    """Inside, a signal whose exception is lost is sent again until the exception is caught.
-
-    A signal's exception is raised wherever the main thread is. In a destructor, or in a callback of the garbage
-    collector (JAX has one), Python ignores it, and the command would continue.
-    """
-    before = sys.unraisablehook
-
-    def hook(lost: Any) -> None:
-        number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
-        if number is None or not callable(signal.getsignal(number)):
-            before(lost)
-            return
-        # A moment later, and from another thread: the main one is still where the exception was lost.
-        timer = threading.Timer(0.02, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
-
-
-@contextlib.contextmanager
-def one_line_warnings() -> Iterator[None]:
-    """Inside, warnings of libraries are printed like log lines, without their place in the code; none if quiet."""
-    before = warnings.formatwarning
-
-    def line(message: Any, *_: Any, **__: Any) -> str:
-        return "" if progress.is_quiet() else f"WARNING: {printable_lines(message)}\n"
-
-    if not progress.is_debugging():
-        warnings.formatwarning = line
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before
-
-
 def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
@@ -154,22 +94,23 @@ def run(
       verbosity: see `progress.set_verbosity`; None: the command has no flags for it.
     """
     progress.set_verbosity(verbosity or progress.NORMAL)
-    streams.open_closed()
-    with streams.escaped(), streams.lenient():
-        try:
-            with progress.ended_bars():
-                status = _worked(work, where)
-        except BaseException as error:
-            status = _status_of(error, interrupted, verbosity)
+    if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape"):  # another one is the user's choice
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        status = _worked(work, where)
+    except BaseException as error:
+        status = _status_of(error, interrupted, verbosity)
     processes.exit_process(status)
     return status
 
 
 def _worked(work: Callable[[], int | None], where: str | None) -> int:
-    environment.check()
+    hardware.check_platforms()
     hardware.tell_libtpu()
     processes.join(where)
-    with streams.named_stdout(), reraise_lost_signals(), one_line_warnings(), processes.only_primary_prints():
+    with warnings.catch_warnings(), processes.only_primary_prints():
+        if not progress.is_debugging():  # then they are printed with their place in the code
+            warnings.showwarning = lambda message, *_, **__: progress.note(f"WARNING: {message}")
         logging.basicConfig(handlers=[progress.LogHandler()])
         status = work() or 0
         sys.stdout.flush()
@@ -198,12 +139,13 @@ def _status_of(error: BaseException, interrupted: str, verbosity: str | None) ->
     if isinstance(error, OutOfTime):
         return _ended("stopped by --minutes; the same command goes on", UNFINISHED)
     if isinstance(error, OSError):
-        if streams.is_of_stdout(error) and isinstance(error, BrokenPipeError):
-            return NO_READER  # the reader, such as `head`, has enough
+        _drop_unwritten()
+        if isinstance(error, BrokenPipeError):
+            return NO_READER  # the reader of stdout, such as `head`, has enough
         return _ended(f"error: {printable(files.describe_os_error(error))}", USAGE_ERROR)
     if isinstance(error, ValueError):
         return _ended(f"error: {printable_lines(error)}", USAGE_ERROR)
-    if no_device := environment.no_device(error):
+    if no_device := hardware.no_device(error):
         return _ended(f"error: {no_device}", USAGE_ERROR)
     if progress.is_debugging() or not is_failure(error):
         raise error
@@ -218,6 +160,14 @@ def _ended(message: str, status: int) -> int:
     """Prints the line that explains an exit status, and returns the status."""
     print(processes.with_process_index(message), file=sys.stderr)
     return status
+
+
+def _drop_unwritten() -> None:
+    """Drops text that stdout cannot take: Python would write it at exit, fail, and change the exit status."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def import_optional(module: str, by: str, extra: str = "bench", otherwise: str = "") -> ModuleType:
@@ -241,7 +191,6 @@ def dispatch(
     argv: list[str] | None,
     *,
     extra: str,
-    formatter: type = FORMATTER,
     modules: Mapping[str, str] | None = None,
 ) -> int:
     """Runs the subcommand that the first argument names, else `run`; returns its exit status.
@@ -252,7 +201,6 @@ def dispatch(
     Args:
       commands: descriptions by name.
       extra: the extra of this package that installs the dependencies of `package`.
-      formatter: the formatter of the help page.
       modules: names of modules, by command, if they differ from the command's name.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -268,7 +216,7 @@ def dispatch(
         prog=f"python -m {package} {name}",
         description=module.__doc__,
         epilog="Commands: " + "; ".join(f"{other}: {text}" for other, text in commands.items()) + ".",
-        formatter_class=formatter,
+        formatter_class=FORMATTER,
     )
     module.add_arguments(parser)
     progress.add_flags(parser)

@@ -83,19 +83,30 @@ class Program:
 
 def function_key(function: Callable) -> Hashable:
     """A function with everything bound to it, for comparison; see `Program`."""
-    if isinstance(function, functools.partial):
-        bound = [*enumerate(function.args), *sorted(function.keywords.items())]
-        return function_key(function.func), tuple((name, _static_key(function, name, value)) for name, value in bound)
     if inspect.isfunction(function):
         # Variables of a module's function belong to its decorators, and do not change.
         if function.__closure__ and "<locals>" in function.__qualname__:
             names = ", ".join(function.__code__.co_freevars)
             raise TypeError(f"{function.__qualname__} closes over {names}: bind them with functools.partial")
         return function
-    if dataclasses.is_dataclass(function) and type(function).__dataclass_params__.frozen:
-        fields = [(f.name, getattr(function, f.name)) for f in dataclasses.fields(function)]
-        return type(function), tuple((name, _static_key(function, name, value)) for name, value in fields)
-    raise TypeError(f"{function!r}: must be a function, a functools.partial of one, or a frozen dataclass")
+    if isinstance(function, functools.partial):
+        bound = {"the function": function.func, **function.keywords} | dict(enumerate(function.args))
+    elif dataclasses.is_dataclass(function) and type(function).__dataclass_params__.frozen:
+        bound = {field.name: getattr(function, field.name) for field in dataclasses.fields(function)}
+    else:
+        raise TypeError(f"{function!r}: must be a function, a functools.partial of one, or a frozen dataclass")
+    return type(function), frozenset((name, _static_key(name, value)) for name, value in bound.items())
+
+
+def _static_key(name: int | str, value: Any) -> Hashable:
+    if inspect.isfunction(value) or isinstance(value, functools.partial):
+        return function_key(value)
+    try:
+        hash(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{name!r}: a {kind} cannot be compared; pass it as an argument of the program") from None
+    return type(value), value  # 1, 1.0 and True are equal, but not the same
 
 
 def name_of(function: Callable) -> str:
@@ -103,19 +114,6 @@ def name_of(function: Callable) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__).strip("_").replace("_", " ")
-
-
-def _static_key(function: Any, name: int | str, value: Any) -> Hashable:
-    if inspect.isfunction(value) or isinstance(value, functools.partial):
-        return function_key(value)
-    try:
-        hash(value)
-    except TypeError:
-        raise TypeError(
-            f"{function!r}: {name!r} is bound to a {type(value).__name__}, which cannot be compared; pass it as an "
-            "argument of the program"
-        ) from None
-    return type(value), value  # 1, 1.0 and True are equal, but not the same
 
 
 def _type_of(leaf: Any) -> Hashable:

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from failfast_jax.errors import OptionError
-from failfast_jax.util.files import user_path, write_atomically
+from failfast_jax.util.files import user_path
 
 logger = logging.getLogger("failfast_jax")
 
@@ -38,40 +38,30 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
     """
     choice = str(where) if where is not None else os.environ.get(CACHE_VARIABLE) or None
     if choice is not None and not choice.strip():
-        name = CACHE_VARIABLE if where is None else "--compile-cache"
-        raise OptionError(f"{name}: its value is empty; name a folder, or 'off'")
+        raise OptionError(f"{CACHE_VARIABLE if where is None else '--compile-cache'}: name a folder, or 'off'")
     if choice is not None and choice.lower() == "off":
         jax.config.update("jax_compilation_cache_dir", None)
         return None
     if choice is None and jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
-    folder = _usual_folder() if choice is None else user_path(choice)
-    advice = f"; name another folder with --compile-cache or {CACHE_VARIABLE}"
+    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "failfast_jax")
+    folder = user_path(usual if choice is None else choice)
     try:
-        if folder is None:
-            raise OSError("there is no home folder")
+        if choice is None and not folder.is_absolute():
+            raise OSError("not an absolute path")
         folder.mkdir(parents=True, exist_ok=True)
         drop_cut_off(folder)
     except OSError as error:
-        where, reason = "compile cache" if folder is None else f"compile cache {folder}", error.strerror or error
-        if choice is None:  # nobody has asked for one
-            logger.warning("%s: %s (programs are compiled again next time)%s", where, reason, advice)
-            jax.config.update("jax_compilation_cache_dir", None)
-            return None
-        raise ValueError(f"{where}: {reason}{advice}, or turn it off with the value 'off'") from None
+        problem = f"compile cache {folder}: {error.strerror or error}"
+        advice = f"; name another folder with --compile-cache or {CACHE_VARIABLE}"
+        if choice is not None:
+            raise OptionError(f"{problem}{advice}, or turn it off with the value 'off'") from None
+        logger.warning("%s (programs are compiled again next time)%s", problem, advice)
+        jax.config.update("jax_compilation_cache_dir", None)
+        return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
-
-
-def _usual_folder() -> Path | None:
-    """Returns `failfast_jax` in the user's cache folder; None for a user without a home folder.
-
-    Relative paths are ignored, as the XDG standard says.
-    """
-    home = os.environ.get("HOME", os.path.expanduser("~"))  # an empty one is none, and no root folder
-    folders = (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache"))
-    return next((Path(folder) / "failfast_jax" for folder in folders if os.path.isabs(folder)), None)
 
 
 def drop_cut_off(folder: Path) -> None:
@@ -85,7 +75,7 @@ def drop_cut_off(folder: Path) -> None:
     checked = folder / CHECKED
     since = checked.stat().st_mtime_ns if checked.exists() else 0
     # Before the check: programs that are written meanwhile are checked the next time.
-    write_atomically(checked, "programs that are older are whole\n")
+    checked.touch()
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             newer = entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since

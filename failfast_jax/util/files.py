@@ -54,7 +54,7 @@ def orbax_path(folder: Path) -> Any:
 
 
 LARGEST_TEXT = 2**28
-"""Maximum bytes of a file that is read whole."""
+"""Maximum characters of a file that is read whole."""
 
 
 def is_regular_file(path: Path) -> bool:
@@ -76,20 +76,14 @@ def is_regular_file(path: Path) -> bool:
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
-    """Reads a UTF-8 text of up to `most` bytes.
+    """Reads a UTF-8 text of up to `most` characters.
 
     Raises:
       ConfigError: the file is longer, or no UTF-8 text.
       OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ConfigError(f"{path}: more than {most} bytes")
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 text") from None
+    with path.open(encoding="utf-8", newline="") as file:
+        return read_stream(file, str(path), most)
 
 
 def read_stream(stream: Any, name: str, most: int, line: bool = False) -> str:
@@ -142,7 +136,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename not in (None, _part_of(path), str(_part_of(path))):
+        if error.errno is None or error.filename not in (None, str(_part_of(path))):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -150,48 +144,22 @@ def naming(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a whole file or nothing: writes a part file beside `path`, then renames it.
 
-    If several processes write the same file at once, the content of the last one stays, whole.
-
     Raises:
       OSError: the file cannot be written; the error names `path`, whose earlier content stays.
     """
     part = _part_of(path)
     with naming(path):
-        descriptor = _open_locked(part)
         try:
-            os.ftruncate(descriptor, 0)
-            write_all(descriptor, content.encode() if isinstance(content, str) else content)
-            os.replace(part, path)
+            with open(part, "wb", buffering=0) as file:
+                write_all(file.fileno(), content.encode() if isinstance(content, str) else content)
+            os.replace(str(part), path)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(descriptor)
 
 
 def _part_of(path: Path) -> Path:
     return path.with_name(path.name + ".part")
-
-
-def _open_locked(part: Path) -> int:
-    """Opens a part file for this process alone, which renames or removes it before it releases the lock."""
-    while True:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT, 0o666)
-        _lock(descriptor, fcntl.LOCK_EX)
-        # Whoever held the lock before has renamed or removed the file: then this is not the part file any more.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(part)):
-                return descriptor
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, kind: int) -> None:
-    """Locks a file as `flock` does, or not at all where a network file system has no locks."""
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):
-            raise
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -202,17 +170,20 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def claim(folder: Path) -> int:
-    """Locks a folder until the returned descriptor is closed or this process ends.
+    """Locks a folder until the returned descriptor is closed or this process ends. Network file systems without locks
+    are not locked.
 
     Raises:
       BlockingIOError: another process has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise
+    except OSError:
+        pass
     return descriptor
 
 

@@ -20,9 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.errors import DeviceMemoryError
+from failfast_jax.errors import DeviceMemoryError, OptionError
 
 logger = logging.getLogger("failfast_jax")
+
+PCI = Path("/sys/bus/pci/devices")
+VENDORS = {"tpu": "0x1ae0", "gpu": "0x10de"}
+"""Vendors of JAX's platforms on the PCI bus: Google and NVIDIA."""
+INSTALL = {
+    "tpu": 'pip install "failfast-jax[tpu]", or -e ".[tpu]" in a checkout',
+    "gpu": 'pip install "failfast-jax[cuda]", or -e ".[cuda]" in a checkout (driver 580 or later; "cuda12": 525)',
+}
 
 
 def machine() -> dict[str, Any]:
@@ -89,19 +97,6 @@ def explain_out_of_memory(doing: str, needs: Callable[[], Mapping[str, int]] = d
         ) from error
 
 
-@contextlib.contextmanager
-def traced(folder: Path) -> Iterator[None]:
-    """Traces what runs inside by `jax.profiler`; a trace that cannot be written is a warning, and loses no answer."""
-    jax.profiler.start_trace(folder)
-    try:
-        yield
-    finally:
-        try:
-            jax.profiler.stop_trace()
-        except jax.errors.JaxRuntimeError as error:
-            logger.warning("%s: the profile is not written: %s", folder, str(error).strip().splitlines()[0])
-
-
 def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:
     """Measures bytes per second: `copy` reads an array and writes it back in place, `read` sums it.
 
@@ -122,6 +117,47 @@ def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float
             best = min(best, (time.perf_counter() - start) / turns)
         out[name] = moved / best
     return out
+
+
+def is_present(kind: str, bus: Path = PCI) -> bool:
+    """True if a device of the kind `tpu` or `gpu` is on this machine's PCI bus."""
+    return any(path.read_text().strip() == VENDORS[kind] for path in bus.glob("*/vendor"))
+
+
+def check_platforms() -> None:
+    """Checks JAX_PLATFORMS before JAX looks for devices.
+
+    Raises:
+      OptionError: JAX_PLATFORMS names a TPU and there is none.
+    """
+    platforms = jax.config.jax_platforms or ""
+    # In containers without a visible bus libtpu itself looks for the chips.
+    if "tpu" in platforms.split(",") and any(PCI.glob("*")) and not is_present("tpu"):
+        raise OptionError(f"JAX_PLATFORMS={platforms}: no TPU is on this machine's PCI bus; {_advice(platforms)}")
+
+
+def no_device(error: Exception) -> str | None:
+    """Returns the message for an error that JAX raised because it has no devices; None for any other error."""
+    if not isinstance(error, RuntimeError | AssertionError):
+        return None
+    if "Unable to initialize backend" not in str(error):  # JAX repeats its message only if no platform works
+        try:
+            jax.devices()
+            return None
+        except (RuntimeError, AssertionError) as refusal:
+            error = refusal
+    reason = (str(error).strip() or "no such device is visible").splitlines()[0]
+    reason = re.sub(r" \((?:set JAX_PLATFORMS|you may need)[^()]*\)$", "", reason).rstrip(".")
+    if platforms := jax.config.jax_platforms:
+        return f"JAX_PLATFORMS={platforms}: JAX cannot use it ({reason}); {_advice(platforms)}"
+    return f"JAX cannot use this machine's devices ({reason}); set JAX_PLATFORMS=cpu to go on without them"
+
+
+def _advice(platforms: str) -> str:
+    for name, kind in {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}.items():
+        if name in platforms.lower().split(","):
+            return f"on a machine with a {kind.upper()} {INSTALL[kind]}; else unset JAX_PLATFORMS"
+    return "unset JAX_PLATFORMS to run on the devices of this machine"
 
 
 # -- TPUs, as the compiler sees them -----------------------------------------------------------------------
@@ -174,16 +210,16 @@ CHIPS = {
 }
 
 
-def tell_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
+def tell_libtpu(bus: Path = PCI) -> None:
     """Adds the arguments that chips on this machine's bus need to LIBTPU_INIT_ARGS, unless the user has set them.
 
     Commands do so by themselves. Other programs on a TPU7x are slower without it. No effect once JAX has devices.
 
     Args:
-      pci: folder of the bus's devices.
+      bus: folder of its devices.
     """
     # An argument that another chip's libtpu does not know would end the process.
-    devices = {path.read_text().strip() for path in pci.glob("*/device")}
+    devices = {path.read_text().strip() for path in bus.glob("*/device")}
     for chip in CHIPS.values():
         arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
         if chip.pci_device in devices and chip.init_args.split("=")[0] not in arguments:
@@ -191,8 +227,8 @@ def tell_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
 
 
 def compiler_options(device: Any) -> dict[str, str | bool]:
-    """Returns options of `jax.stages.Lowered.compile` for a device: those of its chip that this version of the compiler
-    knows; the others are logged. For a device that is not present, and only compiled for: all options."""
+    """Returns options of `jax.stages.Lowered.compile` for a device: those of its chip; none, with a warning, if this
+    version of the compiler does not know all of them. A device that is not present is only compiled for: all."""
     chip = CHIPS.get(device.device_kind)
     if chip is None:
         return {}
@@ -207,17 +243,14 @@ _asking = threading.Lock()
 
 @functools.cache
 def _known(kind: str, options: tuple[tuple[str, str | bool], ...]) -> tuple[tuple[str, str | bool], ...]:
-    trial = jax.jit(lambda: jnp.int32(0)).lower()
     try:
-        trial.compile(compiler_options=dict(options))
+        jax.jit(lambda: jnp.int32(0)).lower().compile(compiler_options=dict(options))
         return options
     except jax.errors.JaxRuntimeError as error:
-        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
-        if unknown is None:
+        if "No such compile option" not in str(error):
             raise
-    name = unknown[1]
-    logger.warning("%s: this XLA does not know the option %s; programs may be slower for it", kind, name)
-    return _known(kind, tuple(option for option in options if option[0] != name))
+        logger.warning("%s: programs may be slower, as this XLA lacks an option: %s", kind, str(error).splitlines()[0])
+        return ()
 
 
 HOP_S = 1e-6

@@ -23,14 +23,13 @@ import jax
 import numpy as np
 
 from failfast_jax.errors import OptionError
-from failfast_jax.util import environment
+from failfast_jax.util import hardware
 
 AUTOMATIC, ALONE = "auto", "alone"
 TIMEOUT_S = 20
 """Seconds without a heartbeat after which a process is lost, and the others end with an error."""
 _LENGTH, _FIRST_PIECE, _PIECE = 8, 4096, 2**18
 """Bytes of a broadcast: the value's length in front, the first message, each following message."""
-_HOSTS = "TPU_WORKER_HOSTNAMES"
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 
 Value = TypeVar("Value")
@@ -102,14 +101,14 @@ def _cluster(where: str) -> dict[str, Any]:
     return {"coordinator_address": match[1], "num_processes": int(match[2]), "process_id": int(match[3])}
 
 
-def tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+def tpu_hosts(devices: Path = hardware.PCI) -> int:
     """Counts the hosts of this machine's TPU slice; 0 without a TPU, or if JAX_PLATFORMS leaves it out."""
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
         return 0
-    if names := os.environ.get(_HOSTS):
+    if names := os.environ.get("TPU_WORKER_HOSTNAMES"):
         return len(names.split(","))
-    if not environment.has_tpu(devices):
+    if not hardware.is_present("tpu", devices):
         return 0
     try:
         request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
@@ -170,18 +169,15 @@ def broadcast_from_primary(value: Value) -> Value:
         return value
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    def broadcast(part: bytes, size: int) -> bytes:
-        padded = np.frombuffer(part.ljust(size), np.uint8)
-        return np.asarray(broadcast_one_to_all(padded), np.uint8).tobytes()
-
     # In messages of two sizes, each of which compiles once, as servers broadcast many times per second. A value of
     # 5,000 bytes: 4,096 bytes that begin with the length, then the remaining 912 in a message of 2**18.
     text = json.dumps(value).encode()
     message = len(text).to_bytes(_LENGTH, "big") + text
-    received = broadcast(message[:_FIRST_PIECE], _FIRST_PIECE)
-    length = _LENGTH + int.from_bytes(received[:_LENGTH], "big")
+    received, length, size = b"", _LENGTH, _FIRST_PIECE
     while len(received) < length:
-        received += broadcast(message[len(received) :][:_PIECE], _PIECE)
+        part = message[len(received) :][:size].ljust(size)
+        received += np.asarray(broadcast_one_to_all(np.frombuffer(part, np.uint8)), np.uint8).tobytes()
+        length, size = _LENGTH + int.from_bytes(received[:_LENGTH], "big"), _PIECE
     return json.loads(received[_LENGTH:length])
 
 

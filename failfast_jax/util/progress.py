@@ -8,7 +8,6 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,8 +23,6 @@ MINUTE_S = 60.0
 """Seconds between two lines of a bar in a file."""
 
 _verbosity = NORMAL
-_bars: weakref.WeakSet[tqdm] = weakref.WeakSet()
-"""Open and closed bars; a closed bar is disabled."""
 
 
 def add_flags(parser: Any) -> None:
@@ -54,18 +51,6 @@ def is_quiet() -> bool:
 def is_debugging() -> bool:
     """True if an unexpected error is printed with its traceback."""
     return _verbosity == DEBUG
-
-
-class _Bar(tqdm):
-    """A bar on a terminal. Once it is visible, its line is ended, even during its `delay`."""
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Shows the bar, but not before its delay is over, even if `note` asks for it."""
-        if self.delay > 0:
-            if self._time() < self.start_t + self.delay:
-                return False
-            self.last_print_t = max(self.last_print_t, self.start_t + self.delay)  # else `close` takes it as unseen
-        return super().display(msg, pos)
 
 
 class _Lines(tqdm):
@@ -98,19 +83,7 @@ def progress_bar(title: str, unit: str, items: Iterable[Any] | None = None, **op
       options: options of `tqdm`.
     """
     options = {"disable": is_quiet(), "unit": unit, "file": sys.stderr} | options
-    bar = (_Bar if sys.stderr.isatty() else _Lines)(items, printable(title), **options)
-    _bars.add(bar)
-    return bar
-
-
-@contextlib.contextmanager
-def ended_bars() -> Iterator[None]:
-    """Inside, bars that an error leaves open are closed."""
-    try:
-        yield
-    finally:
-        for bar in list(_bars):
-            bar.close()
+    return (tqdm if sys.stderr.isatty() else _Lines)(items, printable(title), **options)
 
 
 class LogHandler(logging.StreamHandler):
@@ -139,14 +112,14 @@ def warn_once(message: str) -> None:
 
 
 @contextlib.contextmanager
-def waiting(what: str, beside_bar: bool = True) -> Iterator[None]:
+def waiting(what: str, in_files: bool = True) -> Iterator[None]:
     """Prints what the process waits for, if that takes a while (in a file: a minute), and then its seconds.
 
     Args:
-      beside_bar: False for a part of the work that a bar counts, and for short waits, which a file does not list.
+      in_files: False for frequent waits, which only a terminal shows.
     """
     watched = sys.stderr.isatty()
-    if is_quiet() or not (beside_bar or (watched and all(bar.disable for bar in _bars))):
+    if is_quiet() or not (watched or in_files):
         yield
         return
     begin, patience = time.monotonic(), PATIENCE_S if watched else MINUTE_S

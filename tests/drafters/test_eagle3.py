@@ -203,8 +203,8 @@ def test_chains_of_auto_end_where_another_pass_does_not_pay(monkeypatch):
     widths = engine().runtime.plan(drafter).widths
     costs = Costs.of(np.interp(widths, (1, 16), (1.0, 1.1)), 0.1)
     monkeypatch.setattr(cost_book, "measure", lambda session: costs)
-    engine().runtime.costs.forget()
+    engine().runtime.costs = cost_book.CostBook()
     results = answers([[3, 4, 5] * 4, [9] * 8, [20]], None, method="auto", max_spec_len=6, max_new_tokens=60)
-    engine().runtime.costs.forget()
+    engine().runtime.costs = cost_book.CostBook()
     passes = {entry.passes for result in results for entry in result.rounds}
     assert len(passes - {0}) >= 2 and max(passes) <= 6

@@ -88,23 +88,6 @@ def test_costs_are_remembered_for_this_machine(cache, caplog):
     assert json.loads(path.read_text())["machine"] != file["machine"]
 
 
-def test_a_damaged_file_is_no_hindrance(cache, caplog):
-    path, counted = cache
-    path.write_text("{")
-    CostBook().price(session())
-    assert len(counted) == 1 and "not valid JSON" in caplog.text
-
-
-def test_what_auto_goes_by_is_told_once(cache, caplog):
-    book, work = CostBook(), session()
-    with caplog.at_level(logging.INFO, logger="failfast_jax"):
-        for _ in range(2):
-            costs = book.price(work)[0].drafter.costs
-    (said,) = [r.message for r in caplog.records if r.message.startswith("--method auto: steps take ")]
-    assert said.endswith(f"a drafter pass {costs.draft / costs.verify[0]:.2f}") and "(measured 20" in said
-    assert all(f"{rows}: " in said for rows in work.plan.widths)
-
-
 def test_costs_that_drift_are_measured_again(cache):
     _, counted = cache
     book, work = CostBook(), session()

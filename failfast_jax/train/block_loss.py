@@ -8,7 +8,6 @@ accept.
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import jax
@@ -91,8 +90,7 @@ class BlockObjective(Objective):
         rows = batches(documents, length=config.seq_len, batch=FIT_BATCH, seed=config.seed)
         parts = (rows[i] for i in range(max(min(len(documents) // FIT_BATCH, FIT_BATCHES), 1)))
         parts = ({**part, "features": np.asarray(objective.features(part))} for part in parts)
-        share = fit_inputs(model, target, layers.copied[0], parts, objective.captured)
-        print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
+        fit_inputs(model, target, layers.copied[0], parts, objective.captured)
         return cls(model, target, draft_ids, config, objective.cache)
 
     def features(self, batch: dict[str, np.ndarray]) -> Any:
@@ -108,9 +106,6 @@ class BlockObjective(Objective):
     def model(self, trainable: Any, frozen: Any = None) -> DSpark:
         """Returns the network with these parameters; `frozen`: the others, if not as they are here."""
         return nnx.merge(self.graph, trainable, self.constants["frozen"] if frozen is None else frozen)
-
-    def tokens(self, batch):
-        return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
 
     def save(self, trainable, folder, *, storage="bfloat16", **extra):
         model, target = self.bound.replace(network=self.model(trainable)), self.constants["target"].config

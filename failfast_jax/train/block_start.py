@@ -120,7 +120,7 @@ def _shape(config: TrainConfig, target: ModelConfig, layers: LayerChoice) -> DSp
         mask_token_id=config.mask_token,
         feature_layers=layers.features,
         num_target_layers=target.num_layers,
-        draft_vocab=config.draft_vocab or None,
+        draft_vocab=min(config.draft_vocab, target.vocab_size) or None,
         row_features=layers.rows,
         context_layers=tuple(layer - 1 for layer in layers.copied) if layers.rows else (),
     )
@@ -222,7 +222,7 @@ def fit_inputs(
     captured: tuple[int, ...],
     *,
     ridge: float = 1e-2,
-) -> float:
+) -> None:
     """Fits the input of `source_layer` by ridge regression on the drafter's inputs; changes `model` in place.
 
     The first row's input becomes the best linear guess of the target's residual stream at the block's first
@@ -231,31 +231,25 @@ def fit_inputs(
 
     Args:
       batches: each with `features` of all captured layers, `source_layer - 1` among them.
-
-    Returns:
-      The share of the variance that the first row's guess explains.
     """
     size, block = model.config.base.hidden_size, model.config.block_size
     width = size * len(model.config.row_features)
     ends = [width, width + size, width + size + 1]  # of the features, the token, the constant
-    gram, counts = np.zeros((ends[-1] + size, ends[-1] + size)), np.zeros(block)
+    gram, counts = np.zeros((ends[-1], ends[-1] + size)), np.zeros(block)
     goals, guesses = np.zeros((block, size)), np.zeros((block, width))
     for inputs, goal, place in _rows_and_goals(model.config, target, source_layer, batches, captured):
-        both = np.concatenate([inputs, goal[place]], -1)
-        gram += both.T @ both
+        gram += inputs.T @ np.concatenate([inputs, goal[place]], -1)
         for row in range(block):
             inside = place + row < len(goal)
             goals[row] += goal[place[inside] + row].sum(0)
             guesses[row] += inputs[inside, :width].sum(0)
             counts[row] += inside.sum()
-    inner, cross, outer = gram[: ends[-1], : ends[-1]], gram[: ends[-1], ends[-1] :], gram[ends[-1] :, ends[-1] :]
+    inner, cross = np.split(gram, ends[-1:], axis=1)
     count = inner[-1, -1]
     scale = np.diag(inner) / count
     penalty = ridge * count * np.diag(np.where(scale > 0, scale, 1))
     penalty[-1, -1] = 0
     solution = np.linalg.solve(inner + penalty, cross)
-    error = np.trace(outer) - 2 * (solution * cross).sum() + (solution * (inner @ solution)).sum()
-    variance = np.trace(outer) - (cross[-1] ** 2).sum() / count
     fuse, token, constant, _ = np.split(solution, ends)
     # The other rows share the first one's projections and have no token of their own.
     offsets = (goals - guesses @ fuse) / np.maximum(counts, 1)[:, None]
@@ -264,7 +258,6 @@ def fit_inputs(
     rows.fuse.weight[...] = jnp.asarray(fuse.T, model.dtype)
     rows.token.weight[...] = jnp.asarray(token.T, model.dtype)
     rows.offsets[...] = jnp.asarray(offsets, model.dtype)
-    return float(1 - error / variance)
 
 
 def _rows_and_goals(

@@ -30,8 +30,7 @@ PAIRS = {
 }
 """Columns of a question, and of its answer. `input` follows an `instruction`, and `context` precedes the question."""
 SYSTEM, TEXT = ("system", "system_prompt"), "text"
-_PAIRS = ", ".join(f"{question!r} and {' or '.join(map(repr, answers))}" for question, answers in PAIRS.items())
-FORMS = f"must be an object with {', '.join(map(repr, TURNS))}, {_PAIRS}, or {TEXT!r}"
+FORMS = f"must be an object with {', '.join(map(repr, TURNS))}, {TEXT!r}, or one of {', '.join(PAIRS)} with its answer"
 READ_FIELDS = ("role", "from", "content", "value", "weight")
 """Fields of turns that are read here; a chat template reads the others."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -123,7 +122,8 @@ def _documents(row: Any, tokenizer: Any, whole: bool) -> Iterator[Document | str
     if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
         ids = tokenizer(row[TEXT], add_special_tokens=False)["input_ids"]
         ids = np.asarray([*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])], np.int32)
-        yield ids[:1], ids[1:], np.ones(len(ids) - 1, bool)
+        if len(ids) > 1:
+            yield ids[:1], ids[1:], np.ones(len(ids) - 1, bool)
         return
     turns = _turns(row)
     if any(turn.get("tool_calls") for turn in turns):
@@ -139,7 +139,7 @@ def _documents(row: Any, tokenizer: Any, whole: bool) -> Iterator[Document | str
 
 
 def _conversation(turns: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Returns the messages of turns, as a chat template takes them, and the numbers of the answers to learn from."""
+    """Returns the messages of turns and the numbers of the answers to learn from."""
     messages = [_message(turn) for turn in turns]
     answers = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
     if not answers:

@@ -15,9 +15,9 @@ The batch is doubled. In the second half a `uniform` block has the complement of
 is a label once; a `draft` block, whose complement would be a clean tail after masks, which no drafter ever sees, draws
 a second c instead.
 
-    tokens           a b c d | e f g h        M: mask
-    uniform          a M M d | M b c M        the first half, then the complement (one block of each)
-    draft            e f M M | e M M M        c = 2, then c = 1
+    tokens           a b c d      M: mask
+    uniform          a M M d      second half M b c M, the complement
+    draft            a b M M      second half a M M M (c = 2, then c = 1)
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def loss(
     `source_rows`. The masks are those of `draw_masks` with this `key`.
 
     Args:
-      batch: rows of `packing.PackedRows`: `tokens` Int[B, L], below 0 where a block is filled up, and `labelled`
+      batch: rows of `documents.PackedRows`: `tokens` Int[B, L], below 0 where a block is filled up, and `labelled`
         Bool[B, L], true for answers.
       options: static.
       spread: devices over which texts and parameters are spread; None: wherever XLA puts them.

@@ -122,12 +122,6 @@ class DiffusionObjective(Objective):
                 params[name] = jnp.array(values[".".join([part, *path])][...], jnp.float32)
         return cls(config, params, options, target=target)
 
-    def prepare(self, batch):
-        return batch
-
-    def tokens(self, batch):
-        return batch["tokens"].size * 3  # two noised copies and the clean one
-
     def model(self, trainable: Mapping[str, Any], constants: Mapping[str, Any], dtype: Any) -> Decoder:
         """Returns the model with these parameters."""
         model = self._skeleton.filled({name: value.astype(dtype) for name, value in trainable.items()})

@@ -194,39 +194,30 @@ def write_documents(path: Path, documents: Iterable[Document], vocab_size: int) 
     write_atomically(path, content.getvalue())
 
 
-class _Rows:
-    """Padded documents by index, for Grain to shuffle and batch."""
-
-    def __init__(self, documents: Documents, length: int):
-        self.documents, self.length = documents, length
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens = self.documents.tokens[index]
-        return {
-            "tokens": np.pad(tokens, (0, self.length - len(tokens))),
-            "prompt_length": self.documents.prompt_length[index],
-            "length": np.int32(len(tokens)),
-            "document": np.int32(index),
-        }
-
-
 def batches(documents: Documents, *, length: int, batch: int, seed: int) -> Any:
     """Returns endless shuffled batches by step number, the same on every machine and run.
 
     Returns:
       A Grain dataset of dicts: tokens `[batch, length]`, prompt_length, length and document `[batch]`.
     """
-    return shuffled(_Rows(documents, length), batch, seed)
+
+    def row(index: int) -> dict[str, np.ndarray]:
+        tokens = documents.tokens[index]
+        return {
+            "tokens": np.pad(tokens, (0, length - len(tokens))),
+            "prompt_length": documents.prompt_length[index],
+            "length": np.int32(len(tokens)),
+            "document": np.int32(index),
+        }
+
+    return shuffled(row, len(documents), batch, seed)
 
 
-def shuffled(rows: Any, batch: int, seed: int) -> Any:
+def shuffled(row: Callable[[int], dict[str, np.ndarray]], rows: int, batch: int, seed: int) -> Any:
     """Returns endless shuffled batches of rows (dicts of arrays by index), as a Grain dataset by step number."""
     import grain
 
-    return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch)
+    return grain.MapDataset.range(rows).seed(seed).shuffle().repeat().map(row).batch(batch)
 
 
 def packed(lengths: list[int], width: int, packing: str) -> list[list[int]]:
@@ -252,7 +243,7 @@ def packed(lengths: list[int], width: int, packing: str) -> list[list[int]]:
 
 
 class PackedRows:
-    """Rows of documents by index, for Grain to shuffle and batch.
+    """Rows of documents by index.
 
     Which documents share a row depends on `seed` alone, and is the same in every epoch.
 
@@ -292,4 +283,4 @@ def packed_batches(documents: Documents, config: TrainConfig) -> tuple[Any, floa
     """Returns endless shuffled batches of packed rows by step number, and the share of tokens in them."""
     rows = PackedRows(documents, config.seq_len, config.block_size, config.seed, config.packing)
     share = sum(map(len, documents.tokens)) / (len(rows) * config.seq_len)
-    return shuffled(rows, config.batch * config.accumulate, config.seed), share
+    return shuffled(rows.__getitem__, len(rows), config.batch * config.accumulate, config.seed), share

@@ -65,8 +65,17 @@ _USER_CONTENT = "<<the user's content>>"
 
 @dataclasses.dataclass(frozen=True)
 class SelfgenOptions(CommandOptions):
-    """Options of the command that are numbers and choices."""
+    """Options of the command."""
 
+    target: str | None = option(None, "as of failfast_jax.generate; default: SmolLM2-135M-Instruct")
+    questions: str | None = option(
+        None, "answer these instead of prompts that the target writes: a --dataset of failfast_jax.bench, or a file"
+    )
+    openings: Path | None = option(  # noqa: RUF009
+        None, "file of prompts' beginnings, one per line, \\n for a line break; default: a built-in list"
+    )
+    dtype: str | None = option(None, "weight dtype (default: as stored)", choices=tuple(DTYPES))
+    minutes: float | None = option(None, "stop after the shard that ends after this time (exit status 3)", above=0)
     documents: int | None = option(
         None, f"rounded up to whole shards; default: {DOCUMENTS}, or all --questions", least=1
     )
@@ -82,7 +91,7 @@ class SelfgenOptions(CommandOptions):
     data_parallel: int = option(1, "groups of those that share a batch", least=1)
 
 
-ELSEWHERE = ("documents", "tensor_parallel", "data_parallel")
+ELSEWHERE = {"documents", "tensor_parallel", "data_parallel", "minutes"}
 """Options that do not change what a shard holds."""
 
 
@@ -106,31 +115,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FOLDER", type=user_path, required=True, help="shards; an unfinished run continues"
     )
-    parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate; default: SmolLM2-135M-Instruct")
-    parser.add_argument(
-        "--questions",
-        metavar="D",
-        help="answer these instead of prompts that the target writes: a --dataset of failfast_jax.bench, or a file",
-    )
-    parser.add_argument(
-        "--openings",
-        metavar="FILE",
-        type=user_path,
-        help="beginnings of prompts, one per line, \\n for a line break; default: a built-in list",
-    )
     add_flags_of(parser, SelfgenOptions)
-    parser.add_argument("--dtype", choices=DTYPES, help="weight dtype (default: as stored)")
     processes.add_flag(parser)
-    parser.add_argument("--minutes", type=float, help="stop after the shard that ends after this time (exit status 3)")
 
 
 def settings_of(options: SelfgenOptions, texts: WriterTexts) -> dict[str, Any]:
-    """Returns what a shard depends on besides the target: options, and digests of texts (questions: if any)."""
+    """Returns what a shard depends on: options, and digests of texts (questions: if any)."""
     values = {name: value for name, value in dataclasses.asdict(options).items() if name not in ELSEWHERE}
+    values |= {"target": options.target or default_target_path().name, "dtype": as_dtype(options.dtype).name}
     for name, lines in dataclasses.asdict(texts).items():
-        if lines or name != "questions":
-            values[name] = hashlib.sha256("\0".join(lines).encode()).hexdigest()[:16]
-    return values
+        values[name] = hashlib.sha256("\0".join(lines).encode()).hexdigest()[:16]
+    return values if texts.questions else {name: value for name, value in values.items() if name != "questions"}
 
 
 def read_openings(path: Path) -> tuple[str, ...]:
@@ -248,8 +243,8 @@ class Writer:
         config = GenerationConfig(method=self.options.method, max_new_tokens=limit, **sampling)
         return [result.output_ids for result in self.engine.generate(full, config)[: len(prompts)]]
 
-    def prompts(self, shard: int, batch: int) -> list[tuple[list[int], str, int]]:
-        """Returns a batch of sampled prompts: ids, the user's text, and the number of sampled tokens of each."""
+    def prompts(self, shard: int, batch: int) -> list[tuple[list[int], int]]:
+        """Returns a batch of sampled prompts: ids, and the number of sampled tokens of each."""
         options, tokenizer = self.options, self.engine.tokenizer
         randomness = np.random.SeedSequence([options.seed, shard, batch])
         chosen = np.random.default_rng(randomness).integers(len(self._openings), size=options.batch_size)
@@ -271,7 +266,7 @@ class Writer:
             elif is_held_out(text, self.texts.held_out):
                 self.skipped["held out"] += 1
             else:
-                prompts.append((opening + ids + self._after, text, len(ids)))
+                prompts.append((opening + ids + self._after, len(ids)))
         return prompts
 
     def shard(
@@ -304,7 +299,7 @@ class Writer:
         prompts: list[list[int]] = []
         most = 8 + 16 * -(-size // batch)
         for attempt in range(most):
-            for ids, _, sampled in self.prompts(number, attempt):
+            for ids, sampled in self.prompts(number, attempt):
                 if tuple(ids) in seen:
                     self.skipped["duplicate"] += 1
                 elif len(prompts) < size:
@@ -328,19 +323,19 @@ def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) 
     """Writes the shards that are missing, with the engine that `load` (default: `load_pair`) returns.
 
     Of several processes the first one reads and writes the folder."""
-    options, deadline = SelfgenOptions.given(args), deadline_after(args.minutes)
+    options = SelfgenOptions.given(args)
+    deadline = deadline_after(options.minutes)
     # Texts that shards depend on are read before anything else is loaded.
     held_out, questions = held_out_prompts(), ()
-    if args.questions is not None:
+    if options.questions is not None:
         asked = "not with --questions, which are asked as they are"
-        require(args.openings is None, f"--openings {args.openings}", asked)
-        questions = _questions(args.questions, held_out)
-    texts = WriterTexts(read_openings(args.openings or OPENINGS_FILE), held_out, questions)
+        require(options.openings is None, f"--openings {options.openings}", asked)
+        questions = _questions(options.questions, held_out)
+    texts = WriterTexts(read_openings(options.openings or OPENINGS_FILE), held_out, questions)
     count = options.documents or len(questions) or DOCUMENTS
     if questions:
         count = min(count, len(questions))
-    target = args.target or default_target_path().name
-    settings = {"target": target, "dtype": as_dtype(args.dtype).name, **settings_of(options, texts)}
+    settings = settings_of(options, texts)
     file, shards = args.out / SETTINGS_FILE, range(-(-count // options.shard_size))
     check_same(settings)
     begun = processes.run_on_primary(lambda: is_begun(file, settings, foreign=SHARDS))
@@ -348,7 +343,7 @@ def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) 
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
     mesh = {"tensor_parallel": options.tensor_parallel, "data_parallel": options.data_parallel}
-    engine = (load or load_pair)(args.target, method=options.method, dtype=args.dtype, **mesh)
+    engine = (load or load_pair)(options.target, method=options.method, dtype=options.dtype, **mesh)
     writer = Writer(engine, options, texts)
     settings |= {
         "vocab_size": engine.target.config.vocab_size,

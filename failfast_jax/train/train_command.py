@@ -11,6 +11,7 @@ and continues from its last checkpoint when it is started again.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def work(args: argparse.Namespace) -> None:
         check_template(texts[0], load_tokenizer(source))
     start = DiffusionStart.open(config, source, target) if config.family in DIFFUSION else None
     rows = _documents(config, args.data, source, target)
-    config = config.resolved(target, _mask_token(config, start, source))
+    config = dataclasses.replace(config, mask_token=_mask_token(config, start, source))
     settings = config.learned() | {
         "target": str(config.target or DEFAULT_TARGET[1].partition(".")[0]),
         "target_key": target.shape_key(),
@@ -182,7 +183,6 @@ def _finished_report(drafter: Path, config: TrainConfig) -> dict[str, Any] | Non
     """Returns the report of a run whose drafter is written; None if there is still something to do."""
     if not (drafter / "config.json").is_file():
         return None
-    written = read_json(drafter / "config.json")
-    training = written.get("training") or {}
+    training = read_json(drafter / "config.json").get("training") or {}
     is_finished = (training.get("steps_done"), training.get("storage")) == (config.steps, config.storage)
     return _report(drafter, training) if is_finished else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,12 @@ from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.drafter_folder import STORAGES
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.models.block_network import MARKOV_HEADS, DSparkConfig
-from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.options import Option, add_flag, check_value, require, shown
 
 DSPARK, BLOCKS, STANDALONE, DIFFUSION = ("dspark",), ("dspark", "dflash"), ("standalone",), ("diffusion",)
 MASKED = (*STANDALONE, *DIFFUSION)
 """Families of block-diffusion models."""
 FAMILIES = (*BLOCKS, *MASKED)
-BACKBONE = "backbone"
-"""`--freeze`: a block drafter without its Markov and confidence heads."""
 THIRDS = "thirds"
 """`--row-features` without numbers: layers at 1/3 and 2/3 of the depth, and the last."""
 
@@ -129,7 +126,7 @@ class TrainConfig:
     markov: str = _dspark("vanilla", "kind of the Markov head", choices=MARKOV_HEADS)
     markov_rank: int = _dspark(256, "size of its vectors", least=1)
     confidence_weight: float = _dspark(1.0, "weight of the confidence head's loss; 0: no such head", least=0)
-    freeze: str | None = _dspark(None, "train the Markov and confidence heads alone", choices=(BACKBONE,))
+    freeze: str | None = _dspark(None, "train the Markov and confidence heads alone", choices=("backbone",))
     confidence_for: str = _dspark("sampled", "kind of acceptance that the head predicts", choices=("sampled", "greedy"))
     mask_token: int | None = _unknown(
         None, "id for an unknown token; default: one that no text has", "ID", by_start=True
@@ -179,18 +176,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for field in settings():
             check_value(field, getattr(self, field.name))
-        for is_broken, name, problem in self._rules():
-            require(not is_broken, shown(name, getattr(self, name)), problem)
-
-    def _rules(self) -> Iterator[tuple[Any, str, str]]:
-        """Yields rules between options: whether one is broken, the option that breaks it, and the problem."""
-        row_features = bool(self.row_features)
-        unshared = self.fsdp != 1 and self.family not in DIFFUSION
-        yield unshared, "fsdp", "only the parameters of --family diffusion are shared among devices"
-        yield row_features and self.features is not None, "features", "not with --row-features"
-        yield row_features and self.mask_token is not None, "mask_token", "not with --row-features"
-        uneven = self.family in MASKED and self.seq_len % self.block_size
-        yield uneven, "seq_len", f"must be a multiple of --block-size {self.block_size}"
+        is_whole = self.family in DIFFUSION
+        require(is_whole or self.fsdp == 1, f"--fsdp {self.fsdp}", "only --family diffusion shares its parameters")
+        for name in ("features", "mask_token"):
+            is_free = not self.row_features or getattr(self, name) is None
+            require(is_free, shown(name, getattr(self, name)), "not with --row-features")
+        is_even = self.family not in MASKED or self.seq_len % self.block_size == 0
+        require(is_even, f"--seq-len {self.seq_len}", f"must be a multiple of --block-size {self.block_size}")
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> TrainConfig:
@@ -214,8 +206,8 @@ class TrainConfig:
                 problem = f"--family {family} has no such option, only {', '.join(takers)}"
                 require(family in takers, flag, problem)
                 require(field.name not in decided, flag, f"the drafter of --start {values.get('start')} decides it")
-        needless = start is not None or values.get("freeze") != BACKBONE
-        require(needless, f"--freeze {BACKBONE}", f"needs --start, the drafter whose {BACKBONE} stays as it is")
+        is_frozen = values.get("freeze") is not None
+        require(start is not None or not is_frozen, "--freeze backbone", "needs --start, the drafter whose it is")
         values = preset | values
         if start is not None:
             values |= {"rows": start.block_size, "draft_vocab": start.draft_vocab or 0}
@@ -234,10 +226,6 @@ class TrainConfig:
         """Returns the options that change what is learned, JSON-ready: a run's folder belongs to them."""
         values = {field.name: getattr(self, field.name) for field in settings() if field.metadata["option"].learned}
         return values | {"feature_cache": self.feature_cache is not None}
-
-    def resolved(self, target: ModelConfig, mask_token: int | None) -> TrainConfig:
-        """Returns the configuration for a target: its vocabulary bounds `draft_vocab`, and the mask token is known."""
-        return dataclasses.replace(self, draft_vocab=min(self.draft_vocab, target.vocab_size), mask_token=mask_token)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from failfast_jax.errors import CheckpointError, OptionError
+from failfast_jax.errors import OptionError
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util import numerics, processes
@@ -44,17 +44,13 @@ class Objective:
     tokenizers: tuple[Any, Any] = (None, None)
     calibrates: bool = False
 
-    def prepare(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns what the loss reads of a batch; on the host, which adds cached features, for example."""
-        raise NotImplementedError
+        return batch
 
     def loss(self, trainable: Any, constants: Any, batch: dict[str, Any], key: Any) -> tuple[Any, dict[str, Any]]:
         """Returns loss and metrics (scalars); pure. A loss that is a mean over labels has their number in `labels`:
         where several batches make a step they weigh as much, so that the step's loss is the mean of all labels."""
-        raise NotImplementedError
-
-    def tokens(self, batch: dict[str, Any]) -> int:
-        """Returns the number of rows of one step, for the speed in the log."""
         raise NotImplementedError
 
     def drafter(self, trainable: Any) -> Any:
@@ -194,16 +190,17 @@ class Trainer:
                 batch = spread.batch(objective.prepare({**batch, "tokens": spread.batch(batch["tokens"])}))
                 state, metrics = compiled(state, objective.constants, batch)
                 self.step += 1
-                progress.count(objective.tokens(batch))
+                progress.bar.update()
                 out_of_time = deadline < math.inf and processes.broadcast_from_primary(time.monotonic() > deadline)
                 last = self.step == config.steps or out_of_time
                 save = self.step % config.save_every == 0 or last
                 if self.step % LOG_EVERY == 0 or save:
                     progress.metrics(self.step, metrics)
                 if evaluate and ((config.eval_every and self.step % config.eval_every == 0) or last):
-                    progress.held_out(self.step, evaluate(averaged(state)))
+                    figures = evaluate(averaged(state))
+                    accepted = {"accepted": f"{figures['accepted_per_round']:.2f}"}
+                    progress.write({"step": self.step, "held_out": figures}, accepted)
                 if save:  # after what is logged for this step, so that a kill in between loses nothing
-                    check_written(manager)  # Orbax writes while training goes on, and waits for the one before anyway
                     manager.save(self.step, args=ocp.args.StandardSave(state))
             progress.bar.close()
         return state, self.step == config.steps
@@ -211,28 +208,16 @@ class Trainer:
 
 @contextlib.contextmanager
 def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
-    """Opens the checkpoints of a run; at the end the newest one is checked."""
+    """Opens the checkpoints of a run, which Orbax writes while training goes on."""
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
     manager = ocp.CheckpointManager(orbax_path(folder / CHECKPOINTS), options=options)
     try:
         yield manager
-        check_written(manager)
     except BaseException:
         if processes.is_single_process():  # others wait for this process, which must not wait for them
             manager.close()
         raise
     manager.close()
-
-
-def check_written(manager: ocp.CheckpointManager) -> None:
-    """Waits for the newest checkpoint, if there is one; CheckpointError: it cannot be read again."""
-    manager.wait_until_finished()
-    if (step := manager.latest_step()) is None:
-        return
-    with contextlib.suppress(Exception):  # of Orbax's storage layers
-        if manager.item_metadata(step) is not None:
-            return
-    raise CheckpointError(f"{manager.directory}/{step}: was written, and cannot be read again; name another --out")
 
 
 class _Progress:
@@ -248,30 +233,22 @@ class _Progress:
             write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
         self.bar = progress_bar("train", "step", total=steps, initial=step)
         self._shown: dict[str, str] = {}
-        self._rows, self._start = 0, time.perf_counter()
-
-    def count(self, rows: int) -> None:
-        """Counts a step that the devices were given."""
-        self._rows += rows
-        self.bar.update()
+        self._start = time.perf_counter()
 
     def metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """Logs a step's metrics and the speed since the last record; OptionError: the loss is not finite."""
+        """Logs a step's metrics and the seconds since the last record; OptionError: the loss is not finite."""
         values = {name: float(value) for name, value in metrics.items()}
-        loss, norm, speed = values["loss"], values["grad_norm"], self._rows / (time.perf_counter() - self._start)
+        loss, norm = values["loss"], values["grad_norm"]
         if not np.isfinite(loss + norm):
             raise OptionError(f"step {step}: loss {loss}, gradient norm {norm}; lower --learning-rate")
         drafts = {"train accepted": f"{values['accepted']:.2f}"} if "accepted" in values else {}
-        shown = {"loss": f"{loss:.3f}", "rows/s": f"{speed:.0f}", **drafts}
-        self._write({"step": step, **values, "rows_per_s": speed}, shown)
+        seconds = time.perf_counter() - self._start
+        self.write({"step": step, **values, "seconds": seconds}, {"loss": f"{loss:.3f}", **drafts})
 
-    def held_out(self, step: int, figures: dict[str, float]) -> None:
-        """Logs a measurement; the time that it took does not count."""
-        self._write({"step": step, "held_out": figures}, {"accepted": f"{figures['accepted_per_round']:.2f}"})
-
-    def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
+    def write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
+        """Logs a record, and shows values on the bar."""
         if processes.is_primary():
             append_lines(self.log, [record])
         self._shown |= shown
         self.bar.set_postfix(self._shown)
-        self._rows, self._start = 0, time.perf_counter()
+        self._start = time.perf_counter()

@@ -128,18 +128,16 @@ def test_documents_that_a_template_writes_otherwise_are_left_out(tmp_path, token
         (PLAIN, {"system": "S.", "id": 7, "conversations": [{"from": "human", "value": "Q?"},
                                                           {"from": "gpt", "value": "A."}]},
          [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
-        (PLAIN, {"system_prompt": "S.", "question": "Q?", "answer": "A."}, [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
         (PLAIN, {"system": "S.", "messages": [{"role": "system", "content": "S."}, ASKED, says()]},
          [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
         (PLAIN, {"messages": [ASKED, says(), ASKED, says("B.")]},
          [("[user]Q?[E][A]", "A.[E]"), ("[user]Q?[E][A]A.[E][user]Q?[E][A]", "B.[E]")]),
         (PLAIN, {"instruction": "Q?", "input": "X", "output": "B."}, [("[user]Q?\n\nX[E][A]", "B.[E]")]),
-        (PLAIN, {"problem": "Q?", "solution": "A."}, [("[user]Q?[E][A]", "A.[E]")]),
+        (PLAIN, {"system_prompt": "S.", "problem": "Q?", "solution": "A."}, [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
         (PLAIN, {"instruction": "Q?", "context": "C.", "response": "A."}, [("[user]C.\n\nQ?[E][A]", "A.[E]")]),
         (PLAIN, {"messages": [ASKED, says(weight=0), ASKED, says("B.", weight=1)]},
          [("[user]Q?[E][A]A.[E][user]Q?[E][A]", "B.[E]")]),
         (REASONS, {"messages": [ASKED, says(reasoning="R.")]}, [("[user]Q?[E][A]", "<think>R.</think>A.[E]")]),
-        ({"default": PLAIN}, {"messages": [ASKED, says()]}, [("[user]Q?[E][A]", "A.[E]")]),
     ],
 )  # fmt: skip
 def test_rows_are_used_whole(tmp_path, tokenizer, template, row, expected):
@@ -178,8 +176,3 @@ def test_bad_lines_are_named(tmp_path, tokenizer, row, message):
     file.write_bytes(b"\xef\xbb\xbf" + b'{"question": "?", "answer": "A."}\r\n' + line)
     with pytest.raises(DataError, match=rf"a\.jsonl: line 2: {message}"):
         read_conversations(file, tokenizer, VOCAB)
-
-
-def test_a_missing_template_is_named(tmp_path):
-    with pytest.raises(DataError, match="need a target with a chat template"):
-        read_conversations(written(tmp_path, {"messages": MESSAGES}), None, VOCAB)

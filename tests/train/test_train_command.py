@@ -20,10 +20,12 @@ from training_runs import write_data
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import save_dspark
 from failfast_jax.checkpoints.model_folder import ModelFolder
+from failfast_jax.errors import OptionError
 from failfast_jax.policy.expected_tokens import MODEL_CHANCES
 from failfast_jax.train import train_command
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.documents import load_documents
+from failfast_jax.train.resume import begin, is_begun
 from failfast_jax.util import command_line
 
 TARGET, PUBLISHED = str(GOLDEN / "llama_tied"), str(GOLDEN / "field" / "dspark_qwen3_a")
@@ -35,11 +37,12 @@ def data(tmp_path_factory):
 
 
 def arguments(data, out, *more: str) -> list[str]:
-    anchors = [] if "standalone" in more else ["--anchors", "4"]
+    anchors = [] if {"standalone", "diffusion"} & {*more} else ["--anchors", "4"]
     small = ["--batch", "2", *anchors, "--held-out", "4", "--eval-prompts", "2", "--eval-tokens", "6"]
     return ["--target", TARGET, "--data", str(data), "--out", str(out), "--seq-len", "64", *small, *more]
 
 
+WHOLE = ["--family", "diffusion", "--block-size", "16"]
 FAMILIES = [
     ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"],
     [
@@ -50,22 +53,29 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, quick=[]), ids=lambda flags: flags[1])
+@pytest.mark.parametrize("family", tiers(FAMILIES, quick=[], long=FAMILIES[:1]), ids=lambda flags: flags[1])
 def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, monkeypatch):
     out = tmp_path / "run"
-    whole = arguments(data, out, *family, "--steps", "4", "--save-every", "2", "--storage", "float32")
+    whole = arguments(data, out, *family, "--save-every", "2", "--storage", "float32")
     if family[1] != "standalone":
         whole += ["--feature-cache", str(tmp_path / "features")]
-        assert main([*whole, "--minutes", "0.0001"]) == 3  # ended among the features
+        assert main([*whole, "--steps", "2", "--minutes", "0.0001"]) == 3  # ended among the features
         assert not capsys.readouterr().out
-    assert main([*whole, "--minutes", "0.0001"]) == 3
+    assert main([*whole, "--steps", "2", "--minutes", "0.0001"]) == 3
     shown = capsys.readouterr()
     first = json.loads(shown.out)
     assert f"the drafter is in {first['drafter']}" in shown.err
     assert first["steps"] == 1
-    assert main(whole) == 0
-    report = json.loads(capsys.readouterr().out)
+    assert main([*whole, "--steps", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    log = (out / "log.jsonl").read_text()
+    # A finished run is lengthened, and never shrinks.
+    assert main([*whole, "--steps", "4"]) == 0
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)
+    assert "steps 2 before, 4 now: it goes on" in shown.err and (out / "log.jsonl").read_text().startswith(log)
     assert report["steps"] == 4 and report["rounds"] > 0 and report["drafted_per_round"] > 0
+    whole += ["--steps", "4"]
     config = json.loads((out / "drafter" / "config.json").read_text())
     assert config.get("borrow") == (True if family[1] == "standalone" else None)
     assert config["training"]["family"] == family[1] and config["training"]["steps_done"] == 4
@@ -79,35 +89,17 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     drafted = engine.generate([[5, 6, 7]], method="failfast", spec_len=3, max_spec_len=3, tau=0.0, **options)[0]
     assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids
     assert drafted.stats.drafted > 0
-    # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
+    # It is told from its folder; decoding defaults that were written meanwhile stay.
     (out / "drafter" / "config.json").write_text(json.dumps(config | {"decoding": {"cpu": {"spec_len": 2}}}))
     monkeypatch.setattr(train_command, "load_model", None)
     assert main([*whole, "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out) == report
     assert ModelFolder(out / "drafter").decoding("cpu") == {"spec_len": 2}
-    held_out = load_documents([out / "held_out.npz"], vocab_size=150, shortest=1, longest=64)
-    assert len(held_out) == 4
+    assert len(load_documents([out / "held_out.npz"], vocab_size=150, shortest=1, longest=64)) == 4
     # Another setting in the same folder is another run.
-    assert main([*whole, "--seed", "1"]) == 2
-    assert "seed: 0 there, 1 here" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_finished_run_is_lengthened(data, tmp_path, capsys):
-    """It goes on from its last checkpoint and keeps its log; it never shrinks."""
-    small = ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"]
-    run = arguments(data, tmp_path / "run", *small, "--save-every", "2", "--steps")
-    assert main([*run, "2"]) == 0
-    log = (tmp_path / "run" / "log.jsonl").read_text()
-    assert main([*run, "4"]) == 0
-    shown = capsys.readouterr()
-    assert "the drafter is in" in shown.err
-    assert json.loads(shown.out.splitlines()[-1])["steps"] == 4 and "steps 2 before, 4 now: it goes on" in shown.err
-    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert (tmp_path / "run" / "log.jsonl").read_text().startswith(log)
-    assert [record["step"] for record in records if "loss" in record] == [2, 4]
-    assert main([*run, "4"]) == 0 and main([*run, "3"]) == 2
-    assert "steps: 4 there, 3 here" in capsys.readouterr().err
+    for flags, difference in ((["--seed", "1"], "seed: 0 there, 1 here"), (["--steps", "3"], "steps: 4 there, 3 here")):
+        assert main([*whole, *flags]) == 2
+        assert difference in capsys.readouterr().err
 
 
 def test_the_commands_of_the_default_drafter_parse(tmp_path, monkeypatch):
@@ -137,13 +129,15 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--row-features", "--held-out", "16"], "--held-out 16: there are only 16 documents"),
         (["--start", "nowhere/", "--layers", "1"], "--layers 1: not with --start"),
         (["--layers", "0", "--row-features"], "--layers 0: layer 0 has no layer before it"),
-        (["--layers", "1,1"], "--layers 1,1: a layer is named twice"),
         (["--row-features", "x"], "--row-features 'x': expected layer numbers"),
         (["--family", "standalone", "--block-size", "7"], "--seq-len 64: must be a multiple of --block-size 7"),
+        ([*WHOLE, "--layers", "1"], "--layers 1: --family diffusion trains a whole model"),
+        ([*WHOLE, "--mask-token", "999"], "mask token 999 is outside the vocabulary of"),
+        ([*WHOLE, "--fsdp", "3"], "--fsdp 3: must divide the 1 devices"),
+        (["--preset", "fast-dllm-v2", "--family", "dflash"], "--family dflash: --preset fast-dllm-v2 is of --family"),
         (["--family", "dspark", "--features", "5"], "--features 5: the target's layers are 0 to"),
         (["--family", "dspark"], "--mask-token: the target has no tokenizer: name an id that no text has"),
         (
@@ -151,7 +145,7 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
             "--markov-rank 3: --family dflash has no such option, only dspark",
         ),
         (["--row-features", "--features", "0"], "--features 0: not with --row-features"),
-        (["--fsdp", "2"], "--fsdp 2: only the parameters of --family diffusion are shared among devices"),
+        (["--fsdp", "2"], "--fsdp 2: only --family diffusion shares its parameters"),
         (["--start", PUBLISHED, "--rows", "5"], f"--rows 5: the drafter of --start {PUBLISHED} decides it"),
         (["--start", PUBLISHED, "--family", "dflash"], "has a Markov or a confidence head: --family dspark"),
         (["--start", PUBLISHED], "drafts for a target with hidden size 64; "),
@@ -193,3 +187,15 @@ def test_a_drafter_is_trained_on(data, tmp_path, capsys):
         assert all(np.array_equal(before[key], after[key]) for key in before)
         assert {key.split(".")[0] for key in after if key not in before} == heads
         assert all(np.any(after[key]) for key in after if key not in before)
+
+
+def test_a_folder_belongs_to_one_run(tmp_path):
+    (tmp_path / "train.json.part").write_text("{")  # killed at its very start
+    assert [begin(tmp_path / "train.json", {"seed": 1}, foreign="*") for _ in range(2)] == [False, True]
+    assert is_begun(tmp_path / "train.json", {"rows": 7})
+    with pytest.raises(OptionError, match="train.json: not a folder"):
+        begin(tmp_path / "train.json" / "train.json", {})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(OptionError, match="other: not empty"):
+        begin(tmp_path / "other" / "train.json", {}, foreign="*")

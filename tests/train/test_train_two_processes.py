@@ -29,8 +29,6 @@ FAMILIES = {
     "diffusion": "--family diffusion --block-size 16 --mask-token 1 --fsdp 4 --accumulate 2",
     "dspark": "--family dspark --rows 3 --markov-rank 8 --mask-token 1 --features 0,1 --anchors 4"
     " --confidence-for greedy",
-    "standalone": "--family standalone --layers 1 --block-size 16",
-    "dflash": "--family dflash --rows 3 --draft-vocab 50 --row-features 0,1 --borrow --anchors 4",
 }
 
 
@@ -117,24 +115,17 @@ def assert_same(one: Path, two: Path) -> None:
         np.testing.assert_allclose(second[name], value, atol=2e-4, err_msg=name)
 
 
-@pytest.mark.long(rare=True)
-def test_two_processes_learn_what_one_does(documents, tmp_path, alone):
-    """A whole model, of which each of four devices has a part; in two pieces."""
-    (whole, report), out = alone("diffusion"), tmp_path / "run"
-    flags = words("diffusion", documents, out)
+@pytest.mark.parametrize("family", tiers(FAMILIES, quick=[]))
+def test_two_processes_learn_what_one_does(documents, tmp_path, alone, family):
+    """A whole model, of which each of four devices has a part, or from features that each process computes of its own
+    rows; in two pieces."""
+    (whole, report), out = alone(family), tmp_path / "run"
+    flags = words(family, documents, out)
     assert run([*flags, "--minutes", "0.0001"], 2, status=3)["steps"] == 1
     assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
     assert_same(whole, out)
     # Finished: process 0 reads for the other.
     assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
-
-
-@pytest.mark.parametrize("family", tiers(["dspark", "standalone"], quick=[]))
-def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family):
-    """From features of their target, or from its logits, which each process computes of its own rows."""
-    (whole, report), out = alone(family), tmp_path / "run"
-    assert run(words(family, documents, out), 2) == report | {"drafter": str(out / "drafter")}
-    assert_same(whole, out)
 
 
 @pytest.mark.long(rare=True)
@@ -151,19 +142,6 @@ def test_two_processes_write_as_one(tmp_path):
     assert not list(folders[2].iterdir())
     shards = [np.load(folder / "data" / "shard-00000.npz") for folder in folders[:2]]
     assert all(np.array_equal(shards[0][name], shards[1][name]) for name in shards[0])
-
-
-@pytest.mark.long(rare=True)
-def test_features_are_cached_once_for_all_processes(documents, tmp_path):
-    """Begun by two processes in two pieces, and read by one."""
-    one, two = (words("dflash", documents, tmp_path / name, "--steps", "4") for name in ("one", "two"))
-    cached = ["--feature-cache", str(tmp_path / "features")]
-    statuses, _, errors = ended(start([*two, *cached, "--minutes", "0.0001"], 2))
-    assert statuses == [3, 3], errors
-    assert json.loads((tmp_path / "features" / "features.json").read_text())["done"] == 1
-    run([*two, *cached], 2)
-    run([*one, *cached], 1)
-    assert_same(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.long(rare=True)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from tiers import tiers
 from training_runs import make_batches, make_objective
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.model_folder import ModelFolder
-from failfast_jax.errors import CheckpointError, OptionError, PromptTooLong
+from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.train import trainer
 from failfast_jax.train.documents import Documents
 from failfast_jax.train.evaluation import Evaluation
 from failfast_jax.train.train_config import TrainConfig
-from failfast_jax.train.trainer import Objective, Trainer, check_written
+from failfast_jax.train.trainer import Objective, Trainer
 
 ANSWER = 16
 
@@ -49,7 +47,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, fa
         state, done = Trainer(objective.options, objective, folder).train(batches)
         records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         assert done
-        return state, [{k: v for k, v in record.items() if not k.endswith("_per_s")} for record in records]
+        return state, [{k: v for k, v in record.items() if k != "seconds"} for record in records]
 
     whole, log = run(tmp_path / "whole", dataset)
     with pytest.raises(Killed):
@@ -71,16 +69,10 @@ class Weighted(Objective):
     def __init__(self):
         self.trainable, self.constants = {"w": jnp.zeros(3)}, {}
 
-    def prepare(self, batch):
-        return batch
-
     def loss(self, trainable, constants, batch, key):
         known = batch.get("known", jnp.ones_like(batch["tokens"], bool))
         values = jnp.where(known, (batch["tokens"] - trainable["w"]) ** 2, 0.0)
         return values.sum() / known.sum(), {"labels": known.sum()}
-
-    def tokens(self, batch):
-        return 1
 
 
 @pytest.mark.parametrize("name", ["run[lr=1e-4]*?", "{x} 100%", "ünï 日本"])
@@ -92,15 +84,6 @@ def test_names_of_folders_are_no_patterns(name, tmp_path):
         state, _ = Trainer(config, Weighted(), folder).train([{"tokens": np.zeros((2, 3), np.int32)}] * 6)
         assert state["step"] == steps
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"2", "4"}
-
-
-def test_a_checkpoint_that_cannot_be_read_again_ends_the_run(tmp_path):
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(2, args=ocp.args.StandardSave({"x": np.zeros(3)}))
-        check_written(manager)
-        shutil.rmtree(tmp_path / "run" / "2" / "default")
-        with pytest.raises(CheckpointError, match=r"run/2: .*--out"):
-            check_written(manager)
 
 
 def test_batches_of_a_step_weigh_as_many_labels_as_they_have():

@@ -119,18 +119,25 @@ class Chat:
         return name != "/quit"
 
 
-def _read_line() -> str:
-    """The user's next line.
+def _read_line(usual: Any) -> str | None:
+    """The user's next line, of which Ctrl-C (handled as `usual`) makes an empty one; None: there is none.
 
     Raises:
-      EOFError: there is none.
       ConfigError: a line without end.
     """
-    if sys.stdin.isatty():
-        return input("> ")
-    if not (line := read_stream(sys.stdin, "stdin", LONGEST_TEXT, line=True)):
-        raise EOFError
-    return line
+    try:
+        with on_interrupt(usual):
+            if sys.stdin.isatty():
+                return input("> ").strip()
+            if line := read_stream(sys.stdin, "stdin", LONGEST_TEXT, line=True):
+                return line.strip()
+    except KeyboardInterrupt:
+        print("\n/quit leaves")
+        return ""
+    except EOFError:
+        pass
+    print()
+    return None
 
 
 def talk(chat: Chat) -> None:
@@ -138,22 +145,13 @@ def talk(chat: Chat) -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives `input` its keys and history; not on every system
     with on_interrupt(chat.stop) as usual:
-        while True:
+        while (line := _read_line(usual)) is not None:
             try:
-                with on_interrupt(usual):
-                    line = _read_line().strip()
-            except EOFError:
-                print()
-                return
-            except KeyboardInterrupt:
-                print("\n/quit leaves")
-                continue
-            try:
-                if not line.startswith("/"):
-                    if line:
-                        chat.say(line)
-                elif not chat.command(line):
-                    return
+                if line.startswith("/"):
+                    if not chat.command(line):
+                        return
+                elif line:
+                    chat.say(line)
             except ValueError as error:  # the conversation is unchanged
                 full = isinstance(error, PromptTooLong) and any(turn["role"] == "user" for turn in chat.messages)
                 remedy = "; /reset forgets the conversation" if full else ""

@@ -33,16 +33,10 @@ class QueueCollector(Collector):
         for reason, count in sorted(dict(counts.finished).items()):
             requests.add_metric((reason,), count)
         yield requests
-        per_second = counts.output_tokens / (counts.decode_seconds or 1)
-        acceptance = counts.accepted_tokens / (counts.drafted_tokens or 1)
-        per_round = 1 + counts.accepted_tokens / counts.rounds if counts.rounds else 0
         for name, help, value in (
             ("queue_length", "requests that wait for a row", scheduler.waiting),
             ("rows", "rows", self._queue.batch),
             ("rows_busy", "rows that decode", scheduler.busy),
-            ("tokens_per_second", "tokens per second of decoding", per_second),
-            ("acceptance", "accepted per drafted token, finished requests", acceptance),
-            ("tokens_per_round", "accepted tokens per round and the target's own: papers' tau", per_round),
         ):
             yield GaugeMetricFamily(f"failfast_{name}", help, value=value)
 

@@ -97,7 +97,7 @@ class Queue:
         names = () if engine.tokenizer is None else engine.tokenizer.get_vocab()
         self._most_characters = self.capacity * max(map(len, names), default=0)
         self._lock, self._encoding, self._wake = threading.Lock(), threading.Lock(), threading.Event()
-        self._open, self._draining = True, False
+        self._open = True
         self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
         if processes.is_primary():
             self._thread.start()
@@ -191,10 +191,10 @@ class Queue:
         self._wake.set()
         return answer
 
-    def close(self, *, drain: bool = False) -> None:
-        """Takes no more requests, cancels the present ones (`drain`: waits for them), and ends the thread."""
+    def close(self) -> None:
+        """Takes no more requests, ends the present ones with `QueueClosed`, and ends the thread."""
         with self._lock:
-            self._open, self._draining = False, drain
+            self._open = False
         self._wake.set()
         if processes.is_primary():
             self._thread.join()
@@ -208,7 +208,7 @@ class Queue:
 
     def _work(self) -> None:
         try:
-            while self._open or (self._draining and self.unfinished):
+            while self._open:
                 if not self.unfinished:
                     self._wake.wait(None if processes.is_single_process() else IDLE_S)
                     self._wake.clear()

@@ -84,7 +84,7 @@ class Connection(H11Protocol):
         super().pause_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes at once, even if the last answer is still unread."""
+        """Closes at once: an unread answer would keep the file open, and the connection would not be counted."""
         self.transport.abort()
 
 

@@ -70,7 +70,7 @@ class NoQueue(Queue):
     def __init__(self):
         self.engine = types.SimpleNamespace(tokenizer=BytePieces())
 
-    def close(self, *, drain: bool = False) -> None:
+    def close(self) -> None:
         pass
 
 

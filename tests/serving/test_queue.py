@@ -256,13 +256,6 @@ def test_a_full_queue_refuses_and_a_closed_one_ends_all_requests():
         work.submit([2])
 
 
-def test_draining_finishes_all_requests():
-    work = Queue(engine(), config("lookup", exact=True), batch=3, capacity=CAPACITY)
-    held = [work.submit([2 + number, 3], max_new_tokens=30) for number in range(6)]
-    work.close(drain=True)
-    assert all(answer.result().finish_reason in ("eos", "length") for answer in held)
-
-
 def test_a_fault_in_one_answer_does_not_end_the_others(monkeypatch):
     work, pieces = queue(), []
 

@@ -202,9 +202,8 @@ def test_health_and_metrics(site, client):
     assert httpx.head(f"{site.url}/health").status_code == 200
     values = values_of(site)
     assert values["failfast_rows"] == 3 and values["failfast_queue_length"] == 0 == values["failfast_rows_busy"]
-    assert values["failfast_output_tokens_total"] >= 20 and values["failfast_tokens_per_second"] > 0
+    assert values["failfast_output_tokens_total"] >= 20
     assert values["failfast_drafted_tokens_total"] >= values["failfast_accepted_tokens_total"] > 0
-    assert 0 < values["failfast_acceptance"] <= 1 < values["failfast_tokens_per_round"]
     assert values["failfast_first_token_seconds_count"] >= 1 and values['failfast_responses_total{status="200"}'] >= 1
     counters = ("prompt_tokens", "reused_tokens", "rounds", "slices", "busy_rows", "decode_seconds", "compilations")
     assert all(f"failfast_{name}_total" in values for name in counters)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from paper_records import answer
 
 from failfast_jax.bench import plots, summary
 from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE, AnswerLog, rounds_of
@@ -16,30 +17,12 @@ from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question
 
 
-def record(method, question, seconds, tokens, rounds=(), **changes):
-    """An answer; `rounds`: `(confidences, accepted)` of each."""
-    detail = [{"drafted": len(c), "accepted": a, "emitted": a + 1, "passes": 2, "confidence": c} for c, a in rounds]
-    return {
-        "kind": "answer",
-        "dataset": "d",
-        "setting": method,
-        "method": method.partition(":")[0],
-        "options": {},
-        "question": str(question),
-        "repeat": 0,
-        "block": "b",
-        "decode_s": seconds,
-        "tokens": tokens,
-        "output_ids": [1] * tokens,
-        "rounds": len(detail) or tokens,
-        "drafted": sum(d["drafted"] for d in detail),
-        "drafter_passes": sum(d["passes"] for d in detail),
-        "detail": detail,
-        **changes,
-    }
+def record(setting, question, seconds, tokens, rounds=(), **changes):
+    method = setting.partition(":")[0]
+    return answer(setting, method, str(question), rounds, decode_s=seconds, tokens=tokens, **changes)
 
 
-ROUNDS = [([0.7, 0.9], 2), ([0.75, 0.5, 0.5], 0), ([], 0), ([1.0, 0.2], 1)]
+ROUNDS = [([0.7, 0.9], 2, 2), ([0.75, 0.5, 0.5], 0, 2), ([], 0, 2), ([1.0, 0.2], 1, 2)]
 RECORDS = [
     record(BASELINE, 0, 4.0, 7),
     record(BASELINE, 1, 6.0, 13),
@@ -73,7 +56,7 @@ def test_totals():
 
 
 def test_tokens_accepted_after_the_end_are_not_counted():
-    cut = record("lookup", 0, 1.0, 6, [([0.8] * 7, 7), ([0.8] * 7, 7)])
+    cut = record("lookup", 0, 1.0, 6, [([0.8] * 7, 7, 2), ([0.8] * 7, 7, 2)])
     cut["detail"][-1]["emitted"] = 2
     assert totals([RECORDS[0], cut]).accepted_per_round["lookup"] == (7 + 2) / 2
     assert calibrated(cut)[0].accepted[8] == 7.0
@@ -102,7 +85,7 @@ def test_calibration():
 
 
 def test_without_drafts():
-    answers = AnswerLog.of([RECORDS[0], record("lookup", 0, 4.0, 2, [([], 0), ([], 0)])]).frame()
+    answers = AnswerLog.of([RECORDS[0], record("lookup", 0, 4.0, 2, [([], 0, 0), ([], 0, 0)])]).frame()
     assert np.isnan(summary.totals(answers).acceptance_rate["lookup"])
 
 
@@ -110,14 +93,14 @@ def test_the_files_of_a_summary(tmp_path):
     """All three have the same figures; of a sweep the fastest point stands in the table."""
     rows = [Row(f"ar:spec_len={n}", "ar", {"spec_len": n}, "ar") for n in (2, 8)]
     records = [record(BASELINE, 0, 9.0, 9)]
-    records += [record(row.label, 0, float(n), 9, [([0.5] * n, n)]) for row, n in zip(rows, (2, 8))]
+    records += [record(row.label, 0, float(n), 9, [(n, n, 2)]) for row, n in zip(rows, (2, 8))]
     host = {"device": "cpu", "processor": "p", "cores": 2, "jax": "0", "python": "3", "date": "today"}
     models = {"target": "t", "drafter": None, "ar_drafter": "a"}
     about = {"machine": host, "models": models, "options": {}, "repeats": 1, "left_out": {"eagle3": "needs it"}}
     answers = AnswerLog.of(records).frame()
-    text = summary.write_summary([Dataset("d", (Question("0", "x"),))], rows, answers, about, tmp_path)
+    text = summary.write_summary([Dataset("math500", (Question("0", "x"),))], rows, answers, about, tmp_path)
     assert text == (tmp_path / "summary.md").read_text() and "Left out: `eagle3` (needs it)." in text
-    found = json.loads((tmp_path / "summary.json").read_text())["datasets"]["d"]
+    found = json.loads((tmp_path / "summary.json").read_text())["datasets"]["math500"]
     assert found["sweeps"] == {"ar": {"points": [row.label for row in rows], "best": "ar:spec_len=2"}}
     assert found["rows"] == {BASELINE: BASELINE, "ar:spec_len=2": "ar (best: spec_len=2)"}
     assert "**ar:spec_len=2**" in text
@@ -138,8 +121,8 @@ def test_figures_follow_from_records(tmp_path):
     entry = {"drafted": 4, "accepted": 3, "emitted": 2, "passes": 1, "confidence": [0.5] * 4}
     answers = [record(BASELINE, 0, 4.0, 2)]
     for tau, seconds in ((0.3, 2.0), (0.6, 1.0)):
-        changes = {"options": {"tau": tau, "spec_len": 4}, "detail": [entry], "drafted": 4}
-        answers.append(record(f"failfast:tau={tau}", 0, seconds, 2) | changes | {"rounds": 1})
+        changes = {"options": {"tau": tau, "spec_len": 4}, "detail": [entry], "drafted": 4, "rounds": 1}
+        answers.append(record(f"failfast:tau={tau}", 0, seconds, 2) | changes)
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     run = plots.RunAnswers.read(tmp_path)
     first = [line.get_xydata().tolist() for line in plots.length_cdf(run).axes[0].lines][:2]

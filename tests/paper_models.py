@@ -74,8 +74,6 @@ def write_rows(folder: Path) -> None:
     rows = {
         "math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in math],
         "gsm8k": [{"question": text, "answer": "#### 7"} for _, text in GSM8K],
-        "cnn": [{"article": article}],
-        "openwebtext": [{"text": article}],
         "chat": [
             {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"{number} {article}"}]}
             for number in range(6)

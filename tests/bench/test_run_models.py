@@ -78,18 +78,12 @@ def test_a_run(answers, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ([1, 999], [], "token id 999"),
-        ([3] * 300, [], "question 0: its 300 tokens leave no room"),
-        ([1, 2], ["--set", "spec_len=10", "max_spec_len=5"], "--max-spec-len 5: must be at least --spec-len 10"),
-    ],
+    ("prompt", "message"), [([1, 999], "token id 999"), ([3] * 300, "question 0: its 300 tokens leave no room")]
 )
-def test_what_the_engine_refuses(prompt, options, message, answers, tmp_path, capsys):
+def test_what_the_engine_refuses(prompt, message, answers, tmp_path, capsys):
     path, out = tmp_path / "bad.jsonl", tmp_path / "out"
     path.write_text(json.dumps(prompt))
-    args = ["--dataset", str(path), "--methods", "failfast", "--no-figures", "--out", str(out), *options]
-    assert main(args) == 2
+    assert main(["--dataset", str(path), "--methods", "failfast", "--no-figures", "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not answers and not out.exists()
 

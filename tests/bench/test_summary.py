@@ -71,10 +71,6 @@ def test_of_repeats_the_median_counts():
     assert row.speedup == 14 / 8 and spread == [(first + second) / 2, second, first]
 
 
-def test_answers_without_vanilla_beside_them_are_left_out():
-    assert AnswerLog.of([*RECORDS, record("lookup", 7, 1.0, 7, ROUNDS)]).frame().setting.nunique() == 2
-
-
 def test_calibration():
     """Judged: 0.7 and 0.9 accepted, 0.75 rejected (what follows it is not judged), 1.0 accepted, 0.2 rejected."""
     first, tokens, error = calibrated(RECORDS[2])

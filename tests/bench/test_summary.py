@@ -132,7 +132,7 @@ def test_figures_follow_from_records(tmp_path):
 def test_other_samples_are_no_differences():
     """Rejection sampling promises `vanilla`'s distribution, not its tokens."""
     answers = [record(BASELINE, 0, 1.0, 2)]
-    for label, ids, compared in (("same", [1, 1], False), ("sampled", [3], False), ("wrong", [3], True)):
+    for label, ids, compared in (("same", [7, 7], False), ("sampled", [3], False), ("wrong", [3], True)):
         answers.append(record(label, 0, 1.0, 2, output_ids=ids, compared=compared))
     verdicts = AnswerLog.of(answers).frame().set_index("setting").verdict.to_dict()
     assert verdicts == {BASELINE: EQUAL, "same": EQUAL, "sampled": OTHER_SAMPLE, "wrong": DIFFERENT}

@@ -24,7 +24,7 @@ def test_this_installation(capsys):
     results = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"Python", "packages", "devices", "memory", "compile cache", "attention"} <= results.keys()
     assert all(finding["state"] == doctor.OK for finding in results.values() if finding["name"] != "Hub cache")
-    kernel = "cpu" if cpu_kernels.lanes() else "reference"
+    kernel = "cpu" if cpu_kernels.vector_lanes() else "reference"
     assert f"kernel {kernel!r} in float32" in results["attention"]["text"]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 HERE = Path(__file__).parent
-WIDTHS = (4, 8, 16)
+LANES = (4, 8, 16)
 """Float32 numbers in a vector register: NEON, AVX2, AVX-512."""
 FLAGS = ("-O2", "-Xclang", "-disable-llvm-passes", "-ffp-contract=off", "-fno-strict-aliasing", "-g0")
 FLAGS += ("-fno-stack-protector", "-fno-sanitize=all", "-target", "x86_64-linux-gnu", "-mcpu=x86_64_v4")
@@ -54,5 +54,5 @@ def compiled(lanes: int) -> str:
 
 
 if __name__ == "__main__":
-    for lanes in WIDTHS:
+    for lanes in LANES:
         (HERE / f"cpu_kernels_{lanes}.ll").write_text(compiled(lanes))

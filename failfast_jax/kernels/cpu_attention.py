@@ -19,7 +19,7 @@ from failfast_jax.kernels.cpu_kernels import CHUNK, MAX_WIDTH, NO_UNIT, STEP
 
 def refuses(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
-    if cpu_kernels.lanes() is None:
+    if cpu_kernels.vector_lanes() is None:
         return NO_UNIT
     if case.pattern not in (TEXT, SLIDING):
         return f"a {case.pattern}"

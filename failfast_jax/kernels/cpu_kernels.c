@@ -2,7 +2,7 @@
 //
 // `compile_cpu_kernels.py` makes LLVM text of this file, once per width of vector registers (LANES float32 numbers);
 // `cpu_kernels.py` compiles that text for the processor at hand, and XLA calls the handlers at the end of this file
-// through its FFI. Every function but the handlers and `noinline` ones is inlined, with constants for `type` and `rows`.
+// through its FFI. Every function except the handlers and the NOINLINE ones is inlined, with constants for `type` and `rows`.
 //
 // A row's result never depends on the other rows: each sum has one order, whatever the number of rows or threads.
 
@@ -73,7 +73,7 @@ INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 
 // Prefetches what lies `ahead` of the `size` bytes that are read now, into a core's second cache.
-INLINE void ask_ahead(const void *at, long size, long ahead) {
+INLINE void prefetch(const void *at, long size, long ahead) {
   for (long offset = 0; offset < size; offset += 64) __builtin_prefetch((const char *)at + ahead + offset, 0, 2);
 }
 
@@ -168,7 +168,7 @@ struct Job {
   const void *values;  // on the caller's stack: read by a thread that has a piece, and the caller waits for that
 };
 
-INLINE void leave(Job *job) {
+INLINE void release(Job *job) {
   if (atomic_fetch_sub_explicit(&job->holders, 1, memory_order_acq_rel) == 1) free(job);
 }
 
@@ -180,41 +180,59 @@ INLINE void take_pieces(Job *job) {
   }
 }
 
-NOINLINE void help(void *job) {
+NOINLINE void run_helper(void *job) {
   take_pieces(job);
-  leave(job);
+  release(job);
 }
 
-// `for piece in range(count): work(piece, values)`, shared out over XLA's threads. The thread that XLA called never
-// waits for one that has not begun: a helper that comes too late finds nothing to do. The last one frees the job.
-INLINE void share_out(XLA_FFI_CallFrame *frame, long count, Work *work, const void *values) {
+enum { PIECES_PER_HELPER = 4 };  // fewer pieces are not worth waking a thread
+
+// True if a call of XLA's failed; frees the error.
+INLINE int failed(XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) {
+  if (!error) return 0;
+  XLA_FFI_Error_Destroy_Args unused = {sizeof unused, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&unused);
+  return 1;
+}
+
+// `for piece in range(count): work(piece, values)` on XLA's threads. The calling thread works too, and waits only for
+// pieces under way: a helper that starts late finds no piece left. The last thread frees the job.
+INLINE void parallel_for(XLA_FFI_CallFrame *frame, long count, Work *work, const void *values) {
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args asked = {sizeof asked, NULL, frame->ctx, &threads};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&asked);
-  long helpers = least(threads - 1, count / 4);  // a thread is asked to help with four pieces at least
-  Job *job = malloc(sizeof(Job));
-  *job = (Job){0, 0, helpers + 1, count, work, values};
-  XLA_FFI_ThreadPool_Schedule_Args request = {sizeof request, NULL, frame->ctx, help, job};
-  for (long helper = 0; helper < helpers; helper++) {
-    error = frame->api->XLA_FFI_ThreadPool_Schedule(&request);
-    if (error) {
-      XLA_FFI_Error_Destroy_Args unused = {sizeof unused, NULL, error};
-      frame->api->XLA_FFI_Error_Destroy(&unused);
-      leave(job);
-    }
+  if (failed(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&asked))) threads = 1;
+  Job *job = threads > 1 ? malloc(sizeof(Job)) : NULL;
+  if (!job) {
+    for (long piece = 0; piece < count; piece++) work(piece, values);
+    return;
   }
+  const long helpers = least(threads - 1, count / PIECES_PER_HELPER);
+  *job = (Job){0, 0, helpers + 1, count, work, values};
+  XLA_FFI_ThreadPool_Schedule_Args request = {sizeof request, NULL, frame->ctx, run_helper, job};
+  for (long helper = 0; helper < helpers; helper++)
+    if (failed(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&request))) release(job);
   take_pieces(job);
-  while (atomic_load_explicit(&job->done, memory_order_acquire) < count) sched_yield();  // for a piece under way
-  leave(job);
+  while (atomic_load_explicit(&job->done, memory_order_acquire) < count) sched_yield();
+  release(job);
 }
 
 // ------------------------------------------------------------------------------------------------ products
 
-enum { PIECE = 48, AHEAD = 8192, THIN_AHEAD = 4096 };  // outputs that a thread takes at a time; bytes
-// Up to THIN_ROWS rows are multiplied by an output or a few at a time, so that weights are read in order: always up to
-// ALWAYS_THIN, and more of float32 weights where THIN_NUMBERS of the rows leave room in a core's first cache. With
-// fewer than THIN_INPUTS inputs adding up the lanes costs more than that saves.
-enum { THIN_ROWS = 4, ALWAYS_THIN = 2, THIN_NUMBERS = 6144, THIN_INPUTS = 256, MOST_TILE = 24 };
+enum {
+  PIECE = 48,           // outputs of a piece of work
+  AHEAD = 8192,         // bytes between what is read and what is prefetched
+  THIN_AHEAD = 4096,    // the same where weights are read in memory order
+  MOST_ROWS = 8,        // of a tile
+  MOST_OUTPUTS = 6,     // of a tile; `cpu_product.LEAST_OUTPUTS`
+  MOST_SUMS = 24,       // of a tile: 8 rows x 3 outputs, or 4 x 6
+  // With few rows, one to four outputs are computed at a time, so that weights are read in memory order. Few is at most
+  // 2 rows, or 4 of float32 weights if the rows hold at most 6,144 numbers and so fit in L1. Below 256 inputs, summing
+  // the lanes would cost more than this saves.
+  ALWAYS_THIN = 2,
+  THIN_ROWS = 4,
+  THIN_NUMBERS = 6144,
+  THIN_INPUTS = 256,
+};
 
 typedef struct {
   const float *x;  // [rows, inputs]
@@ -226,7 +244,7 @@ typedef struct {
 // Adds the products of LANES inputs to the sums of `rows` rows and `width` outputs.
 INLINE void add_products(const float *x, const void *w, floats *total, long inputs, long at, int rows, int width,
                          Type type) {
-  floats weights[6];
+  floats weights[MOST_OUTPUTS];
   UNROLL
   for (int output = 0; output < width; output++) weights[output] = load(element(w, output * inputs + at, type), type);
   UNROLL
@@ -242,7 +260,7 @@ INLINE void add_products(const float *x, const void *w, floats *total, long inpu
 // six vectors of sums over inputs 0..15 and 16..31, then six totals over their lanes, then inputs 32 to 39 one by one.
 INLINE void tile(const float *x, const void *w, float *y, long inputs, long stride, int rows, int width, Type type,
                  long ahead) {
-  floats total[MOST_TILE + LANES];
+  floats total[MOST_SUMS + LANES];
   UNROLL
   for (int i = 0; i < rows * width; i++) total[i] = (floats)0.0f;
   // A turn of the loop takes a cache line of narrow weights, or four vectors.
@@ -252,14 +270,14 @@ INLINE void tile(const float *x, const void *w, float *y, long inputs, long stri
   for (; at < turns; at += turn) {
     UNROLL
     for (int output = 0; output < width; output++)
-      ask_ahead(element(w, output * inputs + at, type), turn * bytes_of(type), ahead);
+      prefetch(element(w, output * inputs + at, type), turn * bytes_of(type), ahead);
     UNROLL
     for (long vector = 0; vector < turn; vector += LANES)
       add_products(x, w, total, inputs, at + vector, rows, width, type);
   }
   for (; at < whole; at += LANES) add_products(x, w, total, inputs, at, rows, width, type);
   sums(total, rows * width);
-  float results[MOST_TILE + LANES];
+  float results[MOST_SUMS + LANES];
   UNROLL
   for (int i = 0; i < rows * width; i += LANES) store(results + i, total[i / LANES]);
   for (; at < inputs; at++)
@@ -276,6 +294,12 @@ INLINE int tile_rows(Type type) { return LANES == 8 || type == INT8 ? 4 : 8; }
 INLINE int tile_outputs(Type type) { return LANES != 8 && type == INT8 ? 6 : 3; }
 INLINE int thin_outputs(int rows, Type type) { return rows == 1 && type == FLOAT32 ? 4 : 1; }
 
+// The most rows whose outputs are computed a few at a time.
+INLINE long thin_rows(const Product *p, Type type) {
+  if (p->inputs < THIN_INPUTS) return 0;
+  return type == FLOAT32 && p->rows * p->inputs <= THIN_NUMBERS ? THIN_ROWS : ALWAYS_THIN;
+}
+
 INLINE void over_outputs(const Product *p, long row, long begin, long end, int rows, int width, Type type, long ahead) {
   for (long output = begin; output < end; output += width) {
     // The last tile overlaps the one before, perhaps another thread's: both write the same numbers.
@@ -287,10 +311,7 @@ INLINE void over_outputs(const Product *p, long row, long begin, long end, int r
 
 INLINE void outputs_of(long piece, const Product *p, Type type) {
   const long begin = piece * PIECE, end = least(begin + PIECE, p->outputs);
-  const int thin = p->inputs < THIN_INPUTS                                            ? 0
-                   : type == FLOAT32 && p->rows * p->inputs <= THIN_NUMBERS ? THIN_ROWS
-                                                                                      : ALWAYS_THIN;
-  if (p->rows <= thin) {
+  if (p->rows <= thin_rows(p, type)) {
     switch (p->rows) {
 #define THIN(ROWS) \
   case ROWS: return over_outputs(p, 0, begin, end, ROWS, thin_outputs(ROWS, type), type, THIN_AHEAD);
@@ -340,7 +361,15 @@ NOINLINE void norms(long piece, const void *values) {
 
 // ------------------------------------------------------------------------------------------------ attention
 
-enum { CHUNK = 256, STEP = 16, ROWS_AT_ONCE = 16, BLOCK = 96, SLOTS = 4 };
+enum {
+  CHUNK = 256,        // slots of the cache per partial sum; `cpu_kernels.CHUNK`
+  STEP = 16,          // capacities are multiples of it; `cpu_kernels.STEP`
+  BLOCK = 96,         // rows of a piece of work
+  ROWS_AT_ONCE = 16,  // rows whose weights over a chunk are in memory
+  ROWS = 4,           // rows of a tile
+  SLOTS = 4,          // slots of a tile
+  MOST_VECTORS = 16,  // of a tile of values: 4 rows x 4 vectors
+};
 #define HIDDEN -1e30f  // the score of a slot that a row does not see
 extern const long head_dim;  // `cpu_kernels.py` writes it into the text that it compiles: loops over heads unroll
 
@@ -349,7 +378,12 @@ typedef struct {
   const void *k, *v;          // [pairs, capacity, head_dim]
   const int32_t *first, *last;  // [batch, rows]: the first and the last slot that a row sees
   float *parts;               // [splits, pairs, rows * (head_dim + 2)]: sums of values, highest scores, sums of weights
-  long pairs, heads, rows, capacity, live, splits, blocks;
+  long pairs;                 // batch x KV heads
+  long heads;                 // KV heads
+  long rows, capacity;
+  long live;                  // slots in use
+  long splits;                // parts of the cache that are summed up separately: its chunks, or one
+  long blocks;                // of BLOCK rows
 } Attention;
 
 // Scores of `rows` queries with the keys of all slots, SLOTS at a time: `rows * SLOTS` sums over the head.
@@ -357,13 +391,13 @@ INLINE void scores(const float *q, const void *k, float *weights, long slots, in
   const long whole = head_dim & -(long)LANES;
   for (long slot = 0; slot < slots; slot += SLOTS) {
     const void *keys = element(k, slot * head_dim, type);
-    ask_ahead(keys, SLOTS * head_dim * bytes_of(type), AHEAD);
-    floats total[4 * SLOTS + LANES];
+    prefetch(keys, SLOTS * head_dim * bytes_of(type), AHEAD);
+    floats total[ROWS * SLOTS + LANES];
     UNROLL
     for (int i = 0; i < rows * SLOTS; i++) total[i] = (floats)0.0f;
     for (long at = 0; at < whole; at += LANES) add_products(q, keys, total, head_dim, at, rows, SLOTS, type);
     sums(total, rows * SLOTS);
-    float results[4 * SLOTS + LANES];
+    float results[ROWS * SLOTS + LANES];
     UNROLL
     for (int i = 0; i < rows * SLOTS; i += LANES) store(results + i, total[i / LANES]);
     for (long at = whole; at < head_dim; at++)
@@ -378,7 +412,7 @@ INLINE void scores(const float *q, const void *k, float *weights, long slots, in
 
 // Turns a row's scores into weights, in place: e to what each is below the highest, 0 where the row does not see.
 // Returns the highest score, `highest` included; `total` becomes the sum of the weights.
-INLINE float soften(float *scores, long place, long slots, int first, int last, float highest, float *total) {
+INLINE float softmax_weights(float *scores, long place, long slots, int first, int last, float highest, float *total) {
   integers lane;
   UNROLL
   for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -405,12 +439,12 @@ INLINE float soften(float *scores, long place, long slots, int first, int last, 
 // Adds `rows` rows of weights times the values of all slots to their sums, some columns of the head at a time.
 INLINE void mix_columns(const float *weights, const void *v, float *out, long slots, int rows, int wide,
                         Type type) {
-  floats total[16];
+  floats total[MOST_VECTORS];
   UNROLL
   for (int i = 0; i < rows * wide; i++) total[i] = load(out + i / wide * head_dim + i % wide * LANES, FLOAT32);
   for (long slot = 0; slot < slots; slot++) {
     const void *values = element(v, slot * head_dim, type);
-    ask_ahead(values, wide * LANES * bytes_of(type), AHEAD);
+    prefetch(values, wide * LANES * bytes_of(type), AHEAD);
     UNROLL
     for (int column = 0; column < wide; column++) {
       floats value = load(element(values, column * LANES, type), type);
@@ -445,7 +479,7 @@ INLINE void attend_chunk(const float *q, const void *k, const void *v, const int
   float weights[ROWS_AT_ONCE * CHUNK] __attribute__((aligned(64)));
 #define BY_ROWS(CALL)                       \
   for (long row = 0; row < rows;) {         \
-    switch (least(rows - row, 4)) {         \
+    switch (least(rows - row, ROWS)) {         \
       case 1: { enum { N = 1 }; CALL; } row += 1; break; \
       case 2: { enum { N = 2 }; CALL; } row += 2; break; \
       case 3: { enum { N = 3 }; CALL; } row += 3; break; \
@@ -455,7 +489,7 @@ INLINE void attend_chunk(const float *q, const void *k, const void *v, const int
   BY_ROWS(scores(q + row * head_dim, k, weights + row * CHUNK, slots, N, type))
   for (long row = 0; row < rows; row++) {
     float total, before = highest[row];
-    highest[row] = soften(weights + row * CHUNK, place, slots, first[row], last[row], before, &total);
+    highest[row] = softmax_weights(weights + row * CHUNK, place, slots, first[row], last[row], before, &total);
     floats left = exponential((floats)(before - highest[row]));  // of the sums so far
     totals[row] = __builtin_fmaf(totals[row], left[0], total);
     for (long at = 0; at < head_dim; at++) values[row * head_dim + at] *= left[0];
@@ -474,12 +508,15 @@ INLINE void attend_block(long piece, const Attention *a, Type type) {
   float *part = a->parts + (split * a->pairs + pair) * a->rows * (size + 2);
   for (long row = block * BLOCK; row < end; row += ROWS_AT_ONCE) {
     const long rows = least(end - row, ROWS_AT_ONCE);
-    const int32_t *first = a->first + pair / a->heads * a->rows + row, *last = a->last + (first - a->first);
+    const long offset = pair / a->heads * a->rows + row;
+    const int32_t *first = a->first + offset, *last = a->last + offset;
     float *values = part + row * size, *highest = part + a->rows * size + row, *totals = highest + a->rows;
     long low = a->capacity, high = -1;
     for (long i = 0; i < rows; i++) {
-      low = least(low, first[i]), high = most(high, last[i]);
-      highest[i] = HIDDEN, totals[i] = 0.0f;
+      low = least(low, first[i]);
+      high = most(high, last[i]);
+      highest[i] = HIDDEN;
+      totals[i] = 0.0f;
       for (long at = 0; at < size; at++) values[i * size + at] = 0.0f;
     }
     for (long place = most(from, low & -(long)CHUNK); place < least(until, high + 1); place += CHUNK) {
@@ -534,7 +571,7 @@ INLINE XLA_FFI_Error *product(XLA_FFI_CallFrame *frame, Work *work) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *x = argument(frame, 0), *w = argument(frame, 1);
   Product values = {x->data, w->data, result(frame, 0)->data, x->dims[0], x->dims[1], w->dims[0]};
-  share_out(frame, (values.outputs + PIECE - 1) / PIECE, work, &values);
+  parallel_for(frame, (values.outputs + PIECE - 1) / PIECE, work, &values);
   return NULL;
 }
 
@@ -543,13 +580,23 @@ INLINE XLA_FFI_Error *product(XLA_FFI_CallFrame *frame, Work *work) {
 INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *parts = result(frame, 1);
-  Attention a = {.q = q->data, .k = k->data, .v = argument(frame, 2)->data};
-  a.first = argument(frame, 3)->data, a.last = argument(frame, 4)->data;
-  a.live = *(const int32_t *)argument(frame, 5)->data;
-  a.heads = q->dims[1], a.pairs = q->dims[0] * a.heads, a.rows = q->dims[2];
-  a.capacity = k->dims[2], a.parts = parts->data;
-  a.splits = parts->dims[0] > 1 ? (a.live + CHUNK - 1) / CHUNK : 1, a.blocks = (a.rows + BLOCK - 1) / BLOCK;
-  share_out(frame, a.pairs * a.splits * a.blocks, work, &a);
+  const long live = *(const int32_t *)argument(frame, 5)->data;
+  const Attention a = {
+      .q = q->data,
+      .k = k->data,
+      .v = argument(frame, 2)->data,
+      .first = argument(frame, 3)->data,
+      .last = argument(frame, 4)->data,
+      .parts = parts->data,
+      .pairs = q->dims[0] * q->dims[1],
+      .heads = q->dims[1],
+      .rows = q->dims[2],
+      .capacity = k->dims[2],
+      .live = live,
+      .splits = parts->dims[0] > 1 ? (live + CHUNK - 1) / CHUNK : 1,
+      .blocks = (q->dims[2] + BLOCK - 1) / BLOCK,
+  };
+  parallel_for(frame, a.pairs * a.splits * a.blocks, work, &a);
   join(&a, result(frame, 0)->data);
   return NULL;
 }
@@ -558,9 +605,9 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
 XLA_FFI_Error *failfast_rms_norm(XLA_FFI_CallFrame *frame) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *x = argument(frame, 0);
-  Norm values = {x->data, argument(frame, 1)->data, result(frame, 0)->data, *(float *)argument(frame, 2)->data};
-  values.rows = x->dims[0], values.size = x->dims[1];
-  share_out(frame, (values.rows + NORMS_AT_ONCE - 1) / NORMS_AT_ONCE, norms, &values);
+  const float eps = *(const float *)argument(frame, 2)->data;
+  const Norm values = {x->data, argument(frame, 1)->data, result(frame, 0)->data, eps, x->dims[0], x->dims[1]};
+  parallel_for(frame, (values.rows + NORMS_AT_ONCE - 1) / NORMS_AT_ONCE, norms, &values);
   return NULL;
 }
 

@@ -25,12 +25,14 @@ import llvmlite.binding as llvm
 from failfast_jax.util.files import write_atomically
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-"""Types of weights, and but for int8 of caches; sums are float32."""
-NO_UNIT = "a processor without fused multiply-add"
+"""Weight dtypes; caches may have all of them except int8. Sums are float32."""
+NO_UNIT = "a processor without AVX2 and FMA, AVX-512 or NEON"
 MAX_WIDTH = 128
-"""Rows of a window of a decode pass; beyond, arithmetic bounds a product, and XLA's is as fast."""
-CHUNK, STEP = 256, 16
-"""Slots of the cache that `cpu_kernels.c` sums up at a time, and of which it takes a multiple."""
+"""Maximum rows of a decode window. Above it products are bound by arithmetic, and XLA's are as fast."""
+CHUNK = 256
+"""Cache slots per partial sum; equals CHUNK in `cpu_kernels.c`."""
+STEP = 16
+"""Capacities must be a multiple of this; equals STEP in `cpu_kernels.c`."""
 PREFIX = "failfast_"
 
 _features = functools.cache(llvm.get_host_cpu_features)
@@ -39,7 +41,7 @@ _engines: list[llvm.ExecutionEngine] = []
 _lock = threading.Lock()
 
 
-def lanes() -> int | None:
+def vector_lanes() -> int | None:
     """Float32 numbers in a vector register; None where kernels would not be faster than XLA's."""
     if platform.machine() in ("aarch64", "arm64"):
         return 4
@@ -53,23 +55,26 @@ def call(kernel: str, *shapes: jax.ShapeDtypeStruct, head_dim: int = 0) -> Calla
     """A call of a kernel by its name in `cpu_kernels.c`, without prefix; `jax.vmap` makes it one call per element.
 
     Args:
-      shapes: of the results.
+      shapes: shapes and dtypes of the results.
       head_dim: numbers of a head, for attention.
+
+    Raises:
+      FileNotFoundError: `vector_lanes()` is None; ask the kernel's `supports` or `refuses` first.
     """
     with _lock:
-        target = _registered(kernel, head_dim, lanes())
+        target = _registered(kernel, head_dim, vector_lanes())
     return jax.ffi.ffi_call(target, list(shapes), vmap_method="sequential")
 
 
 @functools.cache
-def _registered(kernel: str, head_dim: int, width: int) -> str:
-    """Compiles a kernel for vectors of `width` numbers, and returns the name by which XLA knows it."""
+def _registered(kernel: str, head_dim: int, lanes: int) -> str:
+    """Compiles a kernel for vectors of `lanes` numbers, and returns the name by which XLA knows it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=_features().flatten(), opt=3
     )
-    text = importlib.resources.files(__package__).joinpath(f"cpu_kernels_{width}.ll").read_text(encoding="utf-8")
+    text = importlib.resources.files(__package__).joinpath(f"cpu_kernels_{lanes}.ll").read_text(encoding="utf-8")
     # Other kernels are made internal, and go: compiling all of them takes seconds.
     text = re.sub(rf"^define ptr @(?!{PREFIX}{kernel}\()", "define internal ptr @", text, flags=re.M)
     text = text.replace("@head_dim = external constant i64", f"@head_dim = internal constant i64 {head_dim}")
@@ -80,7 +85,7 @@ def _registered(kernel: str, head_dim: int, width: int) -> str:
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     address = engine.get_function_address(PREFIX + kernel)
-    name = f"{PREFIX}{kernel}_{head_dim}_{width}"
+    name = f"{PREFIX}{kernel}_{head_dim}_{lanes}"
     jax.ffi.register_ffi_target(name, capsule(address, None, None), platform="cpu")
     return name
 
@@ -96,7 +101,7 @@ def _object_code(text: str, machine: llvm.TargetMachine) -> bytes:
     module = llvm.parse_assembly(text)
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_unrolling = False  # but for the loops that ask for it: half the time
+    options.loop_unrolling = False  # only loops marked UNROLL are unrolled: halves the compile time
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
     code = machine.emit_object(module)

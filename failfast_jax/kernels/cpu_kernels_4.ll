@@ -14,9 +14,9 @@
 %struct.XLA_FFI_ThreadPool_NumThreads_Args = type { i64, ptr, ptr, ptr }
 %struct.Job = type { i64, i64, i64, i64, ptr, ptr }
 %struct.XLA_FFI_ThreadPool_Schedule_Args = type { i64, ptr, ptr, ptr, ptr }
-%struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
 %struct.Product = type { ptr, ptr, ptr, i64, i64, i64 }
 %struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64 }
+%struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
 %union.anon = type { i32 }
 
 @head_dim = external constant i64, align 8
@@ -25,72 +25,71 @@ define ptr @failfast_rms_norm(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
   %3 = alloca ptr, align 8
   %4 = alloca ptr, align 8
-  %5 = alloca %struct.Norm, align 8
+  %5 = alloca float, align 4
+  %6 = alloca %struct.Norm, align 8
   store ptr %0, ptr %3, align 8
-  %6 = load ptr, ptr %3, align 8
-  %7 = call i32 @is_registration(ptr noundef %6)
-  %8 = icmp ne i32 %7, 0
-  br i1 %8, label %9, label %10
+  %7 = load ptr, ptr %3, align 8
+  %8 = call i32 @is_registration(ptr noundef %7)
+  %9 = icmp ne i32 %8, 0
+  br i1 %9, label %10, label %11
 
-9:
+10:
   store ptr null, ptr %2, align 8
   br label %54
 
-10:
-  %11 = load ptr, ptr %3, align 8
-  %12 = call ptr @argument(ptr noundef %11, i64 noundef 0)
-  store ptr %12, ptr %4, align 8
-  %13 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 0
-  %14 = load ptr, ptr %4, align 8
-  %15 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %14, i32 0, i32 3
-  %16 = load ptr, ptr %15, align 8
-  store ptr %16, ptr %13, align 8
-  %17 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 1
-  %18 = load ptr, ptr %3, align 8
-  %19 = call ptr @argument(ptr noundef %18, i64 noundef 1)
-  %20 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %19, i32 0, i32 3
-  %21 = load ptr, ptr %20, align 8
-  store ptr %21, ptr %17, align 8
-  %22 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 2
-  %23 = load ptr, ptr %3, align 8
-  %24 = call ptr @result(ptr noundef %23, i64 noundef 0)
-  %25 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %24, i32 0, i32 3
-  %26 = load ptr, ptr %25, align 8
-  store ptr %26, ptr %22, align 8
-  %27 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 3
-  %28 = load ptr, ptr %3, align 8
-  %29 = call ptr @argument(ptr noundef %28, i64 noundef 2)
-  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 3
-  %31 = load ptr, ptr %30, align 8
-  %32 = load float, ptr %31, align 4
-  store float %32, ptr %27, align 8
-  %33 = getelementptr i8, ptr %5, i64 28
-  call void @llvm.memset.p0.i64(ptr align 4 %33, i8 0, i64 4, i1 false)
-  %34 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 4
-  store i64 0, ptr %34, align 8
-  %35 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 5
-  store i64 0, ptr %35, align 8
-  %36 = load ptr, ptr %4, align 8
-  %37 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %36, i32 0, i32 5
-  %38 = load ptr, ptr %37, align 8
-  %39 = getelementptr inbounds i64, ptr %38, i64 0
-  %40 = load i64, ptr %39, align 8
-  %41 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 4
-  store i64 %40, ptr %41, align 8
-  %42 = load ptr, ptr %4, align 8
-  %43 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %42, i32 0, i32 5
-  %44 = load ptr, ptr %43, align 8
-  %45 = getelementptr inbounds i64, ptr %44, i64 1
-  %46 = load i64, ptr %45, align 8
-  %47 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 5
-  store i64 %46, ptr %47, align 8
+11:
+  %12 = load ptr, ptr %3, align 8
+  %13 = call ptr @argument(ptr noundef %12, i64 noundef 0)
+  store ptr %13, ptr %4, align 8
+  %14 = load ptr, ptr %3, align 8
+  %15 = call ptr @argument(ptr noundef %14, i64 noundef 2)
+  %16 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %15, i32 0, i32 3
+  %17 = load ptr, ptr %16, align 8
+  %18 = load float, ptr %17, align 4
+  store float %18, ptr %5, align 4
+  %19 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 0
+  %20 = load ptr, ptr %4, align 8
+  %21 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %20, i32 0, i32 3
+  %22 = load ptr, ptr %21, align 8
+  store ptr %22, ptr %19, align 8
+  %23 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 1
+  %24 = load ptr, ptr %3, align 8
+  %25 = call ptr @argument(ptr noundef %24, i64 noundef 1)
+  %26 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %25, i32 0, i32 3
+  %27 = load ptr, ptr %26, align 8
+  store ptr %27, ptr %23, align 8
+  %28 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 2
+  %29 = load ptr, ptr %3, align 8
+  %30 = call ptr @result(ptr noundef %29, i64 noundef 0)
+  %31 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %30, i32 0, i32 3
+  %32 = load ptr, ptr %31, align 8
+  store ptr %32, ptr %28, align 8
+  %33 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 3
+  %34 = load float, ptr %5, align 4
+  store float %34, ptr %33, align 8
+  %35 = getelementptr i8, ptr %6, i64 28
+  call void @llvm.memset.p0.i64(ptr align 4 %35, i8 0, i64 4, i1 false)
+  %36 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 4
+  %37 = load ptr, ptr %4, align 8
+  %38 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %37, i32 0, i32 5
+  %39 = load ptr, ptr %38, align 8
+  %40 = getelementptr inbounds i64, ptr %39, i64 0
+  %41 = load i64, ptr %40, align 8
+  store i64 %41, ptr %36, align 8
+  %42 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 5
+  %43 = load ptr, ptr %4, align 8
+  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 5
+  %45 = load ptr, ptr %44, align 8
+  %46 = getelementptr inbounds i64, ptr %45, i64 1
+  %47 = load i64, ptr %46, align 8
+  store i64 %47, ptr %42, align 8
   %48 = load ptr, ptr %3, align 8
-  %49 = getelementptr inbounds nuw %struct.Norm, ptr %5, i32 0, i32 4
+  %49 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 4
   %50 = load i64, ptr %49, align 8
   %51 = add nsw i64 %50, 64
   %52 = sub nsw i64 %51, 1
   %53 = sdiv i64 %52, 64
-  call void @share_out(ptr noundef %48, i64 noundef %53, ptr noundef @norms, ptr noundef %5)
+  call void @parallel_for(ptr noundef %48, i64 noundef %53, ptr noundef @norms, ptr noundef %6)
   store ptr null, ptr %2, align 8
   br label %54
 
@@ -187,7 +186,7 @@ define internal ptr @result(ptr noundef %0, i64 noundef %1) #1 {
 
 declare void @llvm.memset.p0.i64(ptr writeonly captures(none), i8, i64, i1 immarg) #3
 
-define internal void @share_out(ptr noundef %0, i64 noundef %1, ptr noundef %2, ptr noundef %3) #1 {
+define internal void @parallel_for(ptr noundef %0, i64 noundef %1, ptr noundef %2, ptr noundef %3) #1 {
   %5 = alloca ptr, align 8
   %6 = alloca i64, align 8
   %7 = alloca ptr, align 8
@@ -196,11 +195,11 @@ define internal void @share_out(ptr noundef %0, i64 noundef %1, ptr noundef %2, 
   %10 = alloca %struct.XLA_FFI_ThreadPool_NumThreads_Args, align 8
   %11 = alloca ptr, align 8
   %12 = alloca i64, align 8
-  %13 = alloca ptr, align 8
-  %14 = alloca %struct.Job, align 8
-  %15 = alloca %struct.XLA_FFI_ThreadPool_Schedule_Args, align 8
-  %16 = alloca i64, align 8
-  %17 = alloca %struct.XLA_FFI_Error_Destroy_Args, align 8
+  %13 = alloca i32, align 4
+  %14 = alloca i64, align 8
+  %15 = alloca %struct.Job, align 8
+  %16 = alloca %struct.XLA_FFI_ThreadPool_Schedule_Args, align 8
+  %17 = alloca i64, align 8
   %18 = alloca i64, align 8
   store ptr %0, ptr %5, align 8
   store i64 %1, ptr %6, align 8
@@ -219,127 +218,185 @@ define internal void @share_out(ptr noundef %0, i64 noundef %1, ptr noundef %2, 
   %25 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_NumThreads_Args, ptr %10, i32 0, i32 3
   store ptr %9, ptr %25, align 8
   %26 = load ptr, ptr %5, align 8
-  %27 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %26, i32 0, i32 2
-  %28 = load ptr, ptr %27, align 8
-  %29 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %28, i32 0, i32 16
-  %30 = load ptr, ptr %29, align 8
-  %31 = call ptr %30(ptr noundef %10)
-  store ptr %31, ptr %11, align 8
-  %32 = load i64, ptr %9, align 8
-  %33 = sub nsw i64 %32, 1
-  %34 = load i64, ptr %6, align 8
-  %35 = sdiv i64 %34, 4
-  %36 = call i64 @least(i64 noundef %33, i64 noundef %35)
-  store i64 %36, ptr %12, align 8
-  %37 = call noalias ptr @malloc(i64 noundef 48) #14
-  store ptr %37, ptr %13, align 8
-  %38 = load ptr, ptr %13, align 8
-  %39 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 0
-  store i64 0, ptr %39, align 8
-  %40 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 1
-  store i64 0, ptr %40, align 8
-  %41 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 2
-  %42 = load i64, ptr %12, align 8
-  %43 = add nsw i64 %42, 1
-  store i64 %43, ptr %41, align 8
-  %44 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 3
-  %45 = load i64, ptr %6, align 8
-  store i64 %45, ptr %44, align 8
-  %46 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 4
-  %47 = load ptr, ptr %7, align 8
-  store ptr %47, ptr %46, align 8
-  %48 = getelementptr inbounds nuw %struct.Job, ptr %14, i32 0, i32 5
-  %49 = load ptr, ptr %8, align 8
-  store ptr %49, ptr %48, align 8
-  call void @llvm.memcpy.p0.p0.i64(ptr align 8 %38, ptr align 8 %14, i64 48, i1 false)
-  %50 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 0
-  store i64 40, ptr %50, align 8
-  %51 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 1
-  store ptr null, ptr %51, align 8
-  %52 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 2
-  %53 = load ptr, ptr %5, align 8
-  %54 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %53, i32 0, i32 3
-  %55 = load ptr, ptr %54, align 8
-  store ptr %55, ptr %52, align 8
-  %56 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 3
-  store ptr @help, ptr %56, align 8
-  %57 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %15, i32 0, i32 4
-  %58 = load ptr, ptr %13, align 8
-  store ptr %58, ptr %57, align 8
-  store i64 0, ptr %16, align 8
+  %27 = load ptr, ptr %5, align 8
+  %28 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %27, i32 0, i32 2
+  %29 = load ptr, ptr %28, align 8
+  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %29, i32 0, i32 16
+  %31 = load ptr, ptr %30, align 8
+  %32 = call ptr %31(ptr noundef %10)
+  %33 = call i32 @failed(ptr noundef %26, ptr noundef %32)
+  %34 = icmp ne i32 %33, 0
+  br i1 %34, label %35, label %36
+
+35:
+  store i64 1, ptr %9, align 8
+  br label %36
+
+36:
+  %37 = load i64, ptr %9, align 8
+  %38 = icmp sgt i64 %37, 1
+  br i1 %38, label %39, label %41
+
+39:
+  %40 = call noalias ptr @malloc(i64 noundef 48) #14
+  br label %42
+
+41:
+  br label %42
+
+42:
+  %43 = phi ptr [ %40, %39 ], [ null, %41 ]
+  store ptr %43, ptr %11, align 8
+  %44 = load ptr, ptr %11, align 8
+  %45 = icmp ne ptr %44, null
+  br i1 %45, label %60, label %46
+
+46:
+  store i64 0, ptr %12, align 8
+  br label %47
+
+47:
+  %48 = load i64, ptr %12, align 8
+  %49 = load i64, ptr %6, align 8
+  %50 = icmp slt i64 %48, %49
+  br i1 %50, label %52, label %51
+
+51:
   br label %59
 
+52:
+  %53 = load ptr, ptr %7, align 8
+  %54 = load i64, ptr %12, align 8
+  %55 = load ptr, ptr %8, align 8
+  call void %53(i64 noundef %54, ptr noundef %55)
+  br label %56
+
+56:
+  %57 = load i64, ptr %12, align 8
+  %58 = add nsw i64 %57, 1
+  store i64 %58, ptr %12, align 8
+  br label %47, !llvm.loop !6
+
 59:
-  %60 = load i64, ptr %16, align 8
-  %61 = load i64, ptr %12, align 8
-  %62 = icmp slt i64 %60, %61
-  br i1 %62, label %64, label %63
+  store i32 1, ptr %13, align 4
+  br label %121
 
-63:
-  br label %88
-
-64:
-  %65 = load ptr, ptr %5, align 8
-  %66 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %65, i32 0, i32 2
-  %67 = load ptr, ptr %66, align 8
-  %68 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %67, i32 0, i32 15
-  %69 = load ptr, ptr %68, align 8
-  %70 = call ptr %69(ptr noundef %15)
-  store ptr %70, ptr %11, align 8
-  %71 = load ptr, ptr %11, align 8
-  %72 = icmp ne ptr %71, null
-  br i1 %72, label %73, label %84
-
-73:
-  %74 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %17, i32 0, i32 0
-  store i64 24, ptr %74, align 8
-  %75 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %17, i32 0, i32 1
-  store ptr null, ptr %75, align 8
-  %76 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %17, i32 0, i32 2
-  %77 = load ptr, ptr %11, align 8
+60:
+  %61 = load i64, ptr %9, align 8
+  %62 = sub nsw i64 %61, 1
+  %63 = load i64, ptr %6, align 8
+  %64 = sdiv i64 %63, 4
+  %65 = call i64 @least(i64 noundef %62, i64 noundef %64)
+  store i64 %65, ptr %14, align 8
+  %66 = load ptr, ptr %11, align 8
+  %67 = getelementptr inbounds nuw %struct.Job, ptr %15, i32 0, i32 0
+  store i64 0, ptr %67, align 8
+  %68 = getelementptr inbounds nuw %struct.Job, ptr %15, i32 0, i32 1
+  store i64 0, ptr %68, align 8
+  %69 = getelementptr inbounds nuw %struct.Job, ptr %15, i32 0, i32 2
+  %70 = load i64, ptr %14, align 8
+  %71 = add nsw i64 %70, 1
+  store i64 %71, ptr %69, align 8
+  %72 = getelementptr inbounds nuw %struct.Job, ptr %15, i32 0, i32 3
+  %73 = load i64, ptr %6, align 8
+  store i64 %73, ptr %72, align 8
+  %74 = getelementptr inbounds nuw %struct.Job, ptr %15, i32 0, i32 4
+  %75 = load ptr, ptr %7, align 8
+  store ptr %75, ptr %74, align 8
+  %76 = getelementptr inbounds nuw %struct.Job, ptr %15, i32 0, i32 5
+  %77 = load ptr, ptr %8, align 8
   store ptr %77, ptr %76, align 8
-  %78 = load ptr, ptr %5, align 8
-  %79 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %78, i32 0, i32 2
-  %80 = load ptr, ptr %79, align 8
-  %81 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %80, i32 0, i32 6
-  %82 = load ptr, ptr %81, align 8
-  call void %82(ptr noundef %17)
-  %83 = load ptr, ptr %13, align 8
-  call void @leave(ptr noundef %83)
-  br label %84
+  call void @llvm.memcpy.p0.p0.i64(ptr align 8 %66, ptr align 8 %15, i64 48, i1 false)
+  %78 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %16, i32 0, i32 0
+  store i64 40, ptr %78, align 8
+  %79 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %16, i32 0, i32 1
+  store ptr null, ptr %79, align 8
+  %80 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %16, i32 0, i32 2
+  %81 = load ptr, ptr %5, align 8
+  %82 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %81, i32 0, i32 3
+  %83 = load ptr, ptr %82, align 8
+  store ptr %83, ptr %80, align 8
+  %84 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %16, i32 0, i32 3
+  store ptr @run_helper, ptr %84, align 8
+  %85 = getelementptr inbounds nuw %struct.XLA_FFI_ThreadPool_Schedule_Args, ptr %16, i32 0, i32 4
+  %86 = load ptr, ptr %11, align 8
+  store ptr %86, ptr %85, align 8
+  store i64 0, ptr %17, align 8
+  br label %87
 
-84:
-  br label %85
+87:
+  %88 = load i64, ptr %17, align 8
+  %89 = load i64, ptr %14, align 8
+  %90 = icmp slt i64 %88, %89
+  br i1 %90, label %92, label %91
 
-85:
-  %86 = load i64, ptr %16, align 8
-  %87 = add nsw i64 %86, 1
-  store i64 %87, ptr %16, align 8
-  br label %59, !llvm.loop !6
+91:
+  store i32 5, ptr %13, align 4
+  br label %108
 
-88:
-  %89 = load ptr, ptr %13, align 8
-  call void @take_pieces(ptr noundef %89)
-  br label %90
+92:
+  %93 = load ptr, ptr %5, align 8
+  %94 = load ptr, ptr %5, align 8
+  %95 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %94, i32 0, i32 2
+  %96 = load ptr, ptr %95, align 8
+  %97 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %96, i32 0, i32 15
+  %98 = load ptr, ptr %97, align 8
+  %99 = call ptr %98(ptr noundef %16)
+  %100 = call i32 @failed(ptr noundef %93, ptr noundef %99)
+  %101 = icmp ne i32 %100, 0
+  br i1 %101, label %102, label %104
 
-90:
-  %91 = load ptr, ptr %13, align 8
-  %92 = getelementptr inbounds nuw %struct.Job, ptr %91, i32 0, i32 1
-  %93 = load atomic i64, ptr %92 acquire, align 8
-  store i64 %93, ptr %18, align 8
-  %94 = load i64, ptr %18, align 8
-  %95 = load i64, ptr %6, align 8
-  %96 = icmp slt i64 %94, %95
-  br i1 %96, label %97, label %99
+102:
+  %103 = load ptr, ptr %11, align 8
+  call void @release(ptr noundef %103)
+  br label %104
 
-97:
-  %98 = call i32 @sched_yield()
-  br label %90, !llvm.loop !8
+104:
+  br label %105
 
-99:
-  %100 = load ptr, ptr %13, align 8
-  call void @leave(ptr noundef %100)
+105:
+  %106 = load i64, ptr %17, align 8
+  %107 = add nsw i64 %106, 1
+  store i64 %107, ptr %17, align 8
+  br label %87, !llvm.loop !8
+
+108:
+  %109 = load ptr, ptr %11, align 8
+  call void @take_pieces(ptr noundef %109)
+  br label %110
+
+110:
+  %111 = load ptr, ptr %11, align 8
+  %112 = getelementptr inbounds nuw %struct.Job, ptr %111, i32 0, i32 1
+  %113 = load atomic i64, ptr %112 acquire, align 8
+  store i64 %113, ptr %18, align 8
+  %114 = load i64, ptr %18, align 8
+  %115 = load i64, ptr %6, align 8
+  %116 = icmp slt i64 %114, %115
+  br i1 %116, label %117, label %119
+
+117:
+  %118 = call i32 @sched_yield()
+  br label %110, !llvm.loop !9
+
+119:
+  %120 = load ptr, ptr %11, align 8
+  call void @release(ptr noundef %120)
+  store i32 0, ptr %13, align 4
+  br label %121
+
+121:
+  %122 = load i32, ptr %13, align 4
+  switch i32 %122, label %124 [
+    i32 0, label %123
+    i32 1, label %123
+  ]
+
+123:
   ret void
+
+124:
+  unreachable
 }
 
 define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
@@ -444,7 +501,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %74 = load i64, ptr %13, align 8
   %75 = add nsw i64 %74, 4
   store i64 %75, ptr %13, align 8
-  br label %57, !llvm.loop !9
+  br label %57, !llvm.loop !10
 
 76:
   %77 = load <4 x float>, ptr %12, align 16
@@ -484,7 +541,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %99 = load i64, ptr %15, align 8
   %100 = add nsw i64 %99, 1
   store i64 %100, ptr %15, align 8
-  br label %80, !llvm.loop !10
+  br label %80, !llvm.loop !11
 
 101:
   %102 = load float, ptr %14, align 4
@@ -539,7 +596,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %139 = load i64, ptr %17, align 8
   %140 = add nsw i64 %139, 4
   store i64 %140, ptr %17, align 8
-  br label %114, !llvm.loop !11
+  br label %114, !llvm.loop !12
 
 141:
   %142 = load i64, ptr %6, align 8
@@ -582,7 +639,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %168 = load i64, ptr %18, align 8
   %169 = add nsw i64 %168, 1
   store i64 %169, ptr %18, align 8
-  br label %143, !llvm.loop !12
+  br label %143, !llvm.loop !13
 
 170:
   br label %171
@@ -591,7 +648,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %172 = load i64, ptr %8, align 8
   %173 = add nsw i64 %172, 1
   store i64 %173, ptr %8, align 8
-  br label %33, !llvm.loop !13
+  br label %33, !llvm.loop !14
 
 174:
   ret void
@@ -675,7 +732,7 @@ define internal ptr @product(ptr noundef %0, ptr noundef %1) #1 {
   %53 = sub nsw i64 %52, 1
   %54 = sdiv i64 %53, 48
   %55 = load ptr, ptr %5, align 8
-  call void @share_out(ptr noundef %49, i64 noundef %54, ptr noundef %55, ptr noundef %8)
+  call void @parallel_for(ptr noundef %49, i64 noundef %54, ptr noundef %55, ptr noundef %8)
   store ptr null, ptr %3, align 8
   br label %56
 
@@ -767,163 +824,160 @@ define internal ptr @attention(ptr noundef %0, ptr noundef %1) #1 {
   %6 = alloca ptr, align 8
   %7 = alloca ptr, align 8
   %8 = alloca ptr, align 8
-  %9 = alloca %struct.Attention, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca %struct.Attention, align 8
   store ptr %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
-  %10 = load ptr, ptr %4, align 8
-  %11 = call i32 @is_registration(ptr noundef %10)
-  %12 = icmp ne i32 %11, 0
-  br i1 %12, label %13, label %14
-
-13:
-  store ptr null, ptr %3, align 8
-  br label %128
+  %11 = load ptr, ptr %4, align 8
+  %12 = call i32 @is_registration(ptr noundef %11)
+  %13 = icmp ne i32 %12, 0
+  br i1 %13, label %14, label %15
 
 14:
-  %15 = load ptr, ptr %4, align 8
-  %16 = call ptr @argument(ptr noundef %15, i64 noundef 0)
-  store ptr %16, ptr %6, align 8
-  %17 = load ptr, ptr %4, align 8
-  %18 = call ptr @argument(ptr noundef %17, i64 noundef 1)
-  store ptr %18, ptr %7, align 8
-  %19 = load ptr, ptr %4, align 8
-  %20 = call ptr @result(ptr noundef %19, i64 noundef 1)
-  store ptr %20, ptr %8, align 8
-  call void @llvm.memset.p0.i64(ptr align 8 %9, i8 0, i64 104, i1 false)
-  %21 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 0
-  %22 = load ptr, ptr %6, align 8
-  %23 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %22, i32 0, i32 3
-  %24 = load ptr, ptr %23, align 8
-  store ptr %24, ptr %21, align 8
-  %25 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 1
-  %26 = load ptr, ptr %7, align 8
-  %27 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %26, i32 0, i32 3
-  %28 = load ptr, ptr %27, align 8
-  store ptr %28, ptr %25, align 8
-  %29 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 2
-  %30 = load ptr, ptr %4, align 8
-  %31 = call ptr @argument(ptr noundef %30, i64 noundef 2)
-  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %31, i32 0, i32 3
-  %33 = load ptr, ptr %32, align 8
-  store ptr %33, ptr %29, align 8
-  %34 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 3
-  %35 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 4
-  %36 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 5
-  %37 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 6
-  %38 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 7
-  %39 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 8
-  %40 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 9
-  %41 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 10
-  %42 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 11
-  %43 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 12
-  %44 = load ptr, ptr %4, align 8
-  %45 = call ptr @argument(ptr noundef %44, i64 noundef 3)
-  %46 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %45, i32 0, i32 3
-  %47 = load ptr, ptr %46, align 8
-  %48 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 3
-  store ptr %47, ptr %48, align 8
-  %49 = load ptr, ptr %4, align 8
-  %50 = call ptr @argument(ptr noundef %49, i64 noundef 4)
-  %51 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %50, i32 0, i32 3
-  %52 = load ptr, ptr %51, align 8
-  %53 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 4
-  store ptr %52, ptr %53, align 8
-  %54 = load ptr, ptr %4, align 8
-  %55 = call ptr @argument(ptr noundef %54, i64 noundef 5)
-  %56 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %55, i32 0, i32 3
-  %57 = load ptr, ptr %56, align 8
-  %58 = load i32, ptr %57, align 4
-  %59 = sext i32 %58 to i64
-  %60 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 10
-  store i64 %59, ptr %60, align 8
+  store ptr null, ptr %3, align 8
+  br label %125
+
+15:
+  %16 = load ptr, ptr %4, align 8
+  %17 = call ptr @argument(ptr noundef %16, i64 noundef 0)
+  store ptr %17, ptr %6, align 8
+  %18 = load ptr, ptr %4, align 8
+  %19 = call ptr @argument(ptr noundef %18, i64 noundef 1)
+  store ptr %19, ptr %7, align 8
+  %20 = load ptr, ptr %4, align 8
+  %21 = call ptr @result(ptr noundef %20, i64 noundef 1)
+  store ptr %21, ptr %8, align 8
+  %22 = load ptr, ptr %4, align 8
+  %23 = call ptr @argument(ptr noundef %22, i64 noundef 5)
+  %24 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %23, i32 0, i32 3
+  %25 = load ptr, ptr %24, align 8
+  %26 = load i32, ptr %25, align 4
+  %27 = sext i32 %26 to i64
+  store i64 %27, ptr %9, align 8
+  %28 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 0
+  %29 = load ptr, ptr %6, align 8
+  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 3
+  %31 = load ptr, ptr %30, align 8
+  store ptr %31, ptr %28, align 8
+  %32 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 1
+  %33 = load ptr, ptr %7, align 8
+  %34 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %33, i32 0, i32 3
+  %35 = load ptr, ptr %34, align 8
+  store ptr %35, ptr %32, align 8
+  %36 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 2
+  %37 = load ptr, ptr %4, align 8
+  %38 = call ptr @argument(ptr noundef %37, i64 noundef 2)
+  %39 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %38, i32 0, i32 3
+  %40 = load ptr, ptr %39, align 8
+  store ptr %40, ptr %36, align 8
+  %41 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 3
+  %42 = load ptr, ptr %4, align 8
+  %43 = call ptr @argument(ptr noundef %42, i64 noundef 3)
+  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 3
+  %45 = load ptr, ptr %44, align 8
+  store ptr %45, ptr %41, align 8
+  %46 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 4
+  %47 = load ptr, ptr %4, align 8
+  %48 = call ptr @argument(ptr noundef %47, i64 noundef 4)
+  %49 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %48, i32 0, i32 3
+  %50 = load ptr, ptr %49, align 8
+  store ptr %50, ptr %46, align 8
+  %51 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 5
+  %52 = load ptr, ptr %8, align 8
+  %53 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %52, i32 0, i32 3
+  %54 = load ptr, ptr %53, align 8
+  store ptr %54, ptr %51, align 8
+  %55 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 6
+  %56 = load ptr, ptr %6, align 8
+  %57 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %56, i32 0, i32 5
+  %58 = load ptr, ptr %57, align 8
+  %59 = getelementptr inbounds i64, ptr %58, i64 0
+  %60 = load i64, ptr %59, align 8
   %61 = load ptr, ptr %6, align 8
   %62 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %61, i32 0, i32 5
   %63 = load ptr, ptr %62, align 8
   %64 = getelementptr inbounds i64, ptr %63, i64 1
   %65 = load i64, ptr %64, align 8
-  %66 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 7
-  store i64 %65, ptr %66, align 8
-  %67 = load ptr, ptr %6, align 8
-  %68 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %67, i32 0, i32 5
-  %69 = load ptr, ptr %68, align 8
-  %70 = getelementptr inbounds i64, ptr %69, i64 0
-  %71 = load i64, ptr %70, align 8
-  %72 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 7
-  %73 = load i64, ptr %72, align 8
-  %74 = mul nsw i64 %71, %73
-  %75 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 6
-  store i64 %74, ptr %75, align 8
-  %76 = load ptr, ptr %6, align 8
-  %77 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %76, i32 0, i32 5
-  %78 = load ptr, ptr %77, align 8
-  %79 = getelementptr inbounds i64, ptr %78, i64 2
-  %80 = load i64, ptr %79, align 8
-  %81 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 8
-  store i64 %80, ptr %81, align 8
-  %82 = load ptr, ptr %7, align 8
-  %83 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %82, i32 0, i32 5
-  %84 = load ptr, ptr %83, align 8
-  %85 = getelementptr inbounds i64, ptr %84, i64 2
-  %86 = load i64, ptr %85, align 8
-  %87 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 9
-  store i64 %86, ptr %87, align 8
+  %66 = mul nsw i64 %60, %65
+  store i64 %66, ptr %55, align 8
+  %67 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 7
+  %68 = load ptr, ptr %6, align 8
+  %69 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %68, i32 0, i32 5
+  %70 = load ptr, ptr %69, align 8
+  %71 = getelementptr inbounds i64, ptr %70, i64 1
+  %72 = load i64, ptr %71, align 8
+  store i64 %72, ptr %67, align 8
+  %73 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 8
+  %74 = load ptr, ptr %6, align 8
+  %75 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %74, i32 0, i32 5
+  %76 = load ptr, ptr %75, align 8
+  %77 = getelementptr inbounds i64, ptr %76, i64 2
+  %78 = load i64, ptr %77, align 8
+  store i64 %78, ptr %73, align 8
+  %79 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 9
+  %80 = load ptr, ptr %7, align 8
+  %81 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %80, i32 0, i32 5
+  %82 = load ptr, ptr %81, align 8
+  %83 = getelementptr inbounds i64, ptr %82, i64 2
+  %84 = load i64, ptr %83, align 8
+  store i64 %84, ptr %79, align 8
+  %85 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 10
+  %86 = load i64, ptr %9, align 8
+  store i64 %86, ptr %85, align 8
+  %87 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 11
   %88 = load ptr, ptr %8, align 8
-  %89 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %88, i32 0, i32 3
+  %89 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %88, i32 0, i32 5
   %90 = load ptr, ptr %89, align 8
-  %91 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 5
-  store ptr %90, ptr %91, align 8
-  %92 = load ptr, ptr %8, align 8
-  %93 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %92, i32 0, i32 5
-  %94 = load ptr, ptr %93, align 8
-  %95 = getelementptr inbounds i64, ptr %94, i64 0
-  %96 = load i64, ptr %95, align 8
-  %97 = icmp sgt i64 %96, 1
-  br i1 %97, label %98, label %104
+  %91 = getelementptr inbounds i64, ptr %90, i64 0
+  %92 = load i64, ptr %91, align 8
+  %93 = icmp sgt i64 %92, 1
+  br i1 %93, label %94, label %99
 
-98:
-  %99 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 10
-  %100 = load i64, ptr %99, align 8
-  %101 = add nsw i64 %100, 256
-  %102 = sub nsw i64 %101, 1
-  %103 = sdiv i64 %102, 256
-  br label %105
+94:
+  %95 = load i64, ptr %9, align 8
+  %96 = add nsw i64 %95, 256
+  %97 = sub nsw i64 %96, 1
+  %98 = sdiv i64 %97, 256
+  br label %100
 
-104:
-  br label %105
+99:
+  br label %100
 
-105:
-  %106 = phi i64 [ %103, %98 ], [ 1, %104 ]
-  %107 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 11
-  store i64 %106, ptr %107, align 8
-  %108 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 8
-  %109 = load i64, ptr %108, align 8
-  %110 = add nsw i64 %109, 96
-  %111 = sub nsw i64 %110, 1
-  %112 = sdiv i64 %111, 96
-  %113 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 12
-  store i64 %112, ptr %113, align 8
-  %114 = load ptr, ptr %4, align 8
-  %115 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 6
-  %116 = load i64, ptr %115, align 8
-  %117 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 11
+100:
+  %101 = phi i64 [ %98, %94 ], [ 1, %99 ]
+  store i64 %101, ptr %87, align 8
+  %102 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 12
+  %103 = load ptr, ptr %6, align 8
+  %104 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %103, i32 0, i32 5
+  %105 = load ptr, ptr %104, align 8
+  %106 = getelementptr inbounds i64, ptr %105, i64 2
+  %107 = load i64, ptr %106, align 8
+  %108 = add nsw i64 %107, 96
+  %109 = sub nsw i64 %108, 1
+  %110 = sdiv i64 %109, 96
+  store i64 %110, ptr %102, align 8
+  %111 = load ptr, ptr %4, align 8
+  %112 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 6
+  %113 = load i64, ptr %112, align 8
+  %114 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 11
+  %115 = load i64, ptr %114, align 8
+  %116 = mul nsw i64 %113, %115
+  %117 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 12
   %118 = load i64, ptr %117, align 8
   %119 = mul nsw i64 %116, %118
-  %120 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 12
-  %121 = load i64, ptr %120, align 8
-  %122 = mul nsw i64 %119, %121
-  %123 = load ptr, ptr %5, align 8
-  call void @share_out(ptr noundef %114, i64 noundef %122, ptr noundef %123, ptr noundef %9)
-  %124 = load ptr, ptr %4, align 8
-  %125 = call ptr @result(ptr noundef %124, i64 noundef 0)
-  %126 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %125, i32 0, i32 3
-  %127 = load ptr, ptr %126, align 8
-  call void @join(ptr noundef %9, ptr noundef %127)
+  %120 = load ptr, ptr %5, align 8
+  call void @parallel_for(ptr noundef %111, i64 noundef %119, ptr noundef %120, ptr noundef %10)
+  %121 = load ptr, ptr %4, align 8
+  %122 = call ptr @result(ptr noundef %121, i64 noundef 0)
+  %123 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %122, i32 0, i32 3
+  %124 = load ptr, ptr %123, align 8
+  call void @join(ptr noundef %10, ptr noundef %124)
   store ptr null, ptr %3, align 8
-  br label %128
+  br label %125
 
-128:
-  %129 = load ptr, ptr %3, align 8
-  ret ptr %129
+125:
+  %126 = load ptr, ptr %3, align 8
+  ret ptr %126
 }
 
 define internal void @attend_float32(i64 noundef %0, ptr noundef %1) #5 {
@@ -975,6 +1029,45 @@ define internal void @attend_float16(i64 noundef %0, ptr noundef %1) #5 {
   ret void
 }
 
+define internal i32 @failed(ptr noundef %0, ptr noundef %1) #1 {
+  %3 = alloca i32, align 4
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca %struct.XLA_FFI_Error_Destroy_Args, align 8
+  store ptr %0, ptr %4, align 8
+  store ptr %1, ptr %5, align 8
+  %7 = load ptr, ptr %5, align 8
+  %8 = icmp ne ptr %7, null
+  br i1 %8, label %10, label %9
+
+9:
+  store i32 0, ptr %3, align 4
+  br label %20
+
+10:
+  %11 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %6, i32 0, i32 0
+  store i64 24, ptr %11, align 8
+  %12 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %6, i32 0, i32 1
+  store ptr null, ptr %12, align 8
+  %13 = getelementptr inbounds nuw %struct.XLA_FFI_Error_Destroy_Args, ptr %6, i32 0, i32 2
+  %14 = load ptr, ptr %5, align 8
+  store ptr %14, ptr %13, align 8
+  %15 = load ptr, ptr %4, align 8
+  %16 = getelementptr inbounds nuw %struct.XLA_FFI_CallFrame, ptr %15, i32 0, i32 2
+  %17 = load ptr, ptr %16, align 8
+  %18 = getelementptr inbounds nuw %struct.XLA_FFI_Api, ptr %17, i32 0, i32 6
+  %19 = load ptr, ptr %18, align 8
+  call void %19(ptr noundef %6)
+  store i32 1, ptr %3, align 4
+  br label %20
+
+20:
+  %21 = load i32, ptr %3, align 4
+  ret i32 %21
+}
+
+declare noalias ptr @malloc(i64 noundef) #6
+
 define internal i64 @least(i64 noundef %0, i64 noundef %1) #1 {
   %3 = alloca i64, align 8
   %4 = alloca i64, align 8
@@ -998,21 +1091,19 @@ define internal i64 @least(i64 noundef %0, i64 noundef %1) #1 {
   ret i64 %13
 }
 
-declare noalias ptr @malloc(i64 noundef) #6
-
 declare void @llvm.memcpy.p0.p0.i64(ptr noalias writeonly captures(none), ptr noalias readonly captures(none), i64, i1 immarg) #7
 
-define internal void @help(ptr noundef %0) #5 {
+define internal void @run_helper(ptr noundef %0) #5 {
   %2 = alloca ptr, align 8
   store ptr %0, ptr %2, align 8
   %3 = load ptr, ptr %2, align 8
   call void @take_pieces(ptr noundef %3)
   %4 = load ptr, ptr %2, align 8
-  call void @leave(ptr noundef %4)
+  call void @release(ptr noundef %4)
   ret void
 }
 
-define internal void @leave(ptr noundef %0) #1 {
+define internal void @release(ptr noundef %0) #1 {
   %2 = alloca ptr, align 8
   %3 = alloca i64, align 8
   %4 = alloca i64, align 8
@@ -1077,7 +1168,7 @@ define internal void @take_pieces(ptr noundef %0) #1 {
   %29 = atomicrmw add ptr %27, i64 %28 release, align 8
   store i64 %29, ptr %7, align 8
   %30 = load i64, ptr %7, align 8
-  br label %8, !llvm.loop !14
+  br label %8, !llvm.loop !15
 
 31:
   ret void
@@ -1302,7 +1393,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %80 = load i32, ptr %9, align 4
   %81 = add nsw i32 %80, 1
   store i32 %81, ptr %9, align 4
-  br label %34, !llvm.loop !15
+  br label %34, !llvm.loop !16
 
 82:
   %83 = load i32, ptr %7, align 4
@@ -1315,7 +1406,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %87 = load i32, ptr %8, align 4
   %88 = sdiv i32 %87, 2
   store i32 %88, ptr %8, align 4
-  br label %29, !llvm.loop !17
+  br label %29, !llvm.loop !18
 
 89:
   %90 = load ptr, ptr %3, align 8
@@ -1335,7 +1426,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %101 = load i32, ptr %5, align 4
   %102 = add nsw i32 %101, 4
   store i32 %102, ptr %5, align 4
-  br label %12, !llvm.loop !18
+  br label %12, !llvm.loop !19
 
 103:
   ret void
@@ -1387,342 +1478,353 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %7 = alloca i64, align 8
   %8 = alloca i64, align 8
   %9 = alloca i32, align 4
-  %10 = alloca i32, align 4
+  %10 = alloca i64, align 8
   %11 = alloca i64, align 8
-  %12 = alloca i64, align 8
   store i64 %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
   store i32 %2, ptr %6, align 4
-  %13 = load i64, ptr %4, align 8
-  %14 = mul nsw i64 %13, 48
-  store i64 %14, ptr %7, align 8
-  %15 = load i64, ptr %7, align 8
-  %16 = add nsw i64 %15, 48
-  %17 = load ptr, ptr %5, align 8
-  %18 = getelementptr inbounds nuw %struct.Product, ptr %17, i32 0, i32 5
-  %19 = load i64, ptr %18, align 8
-  %20 = call i64 @least(i64 noundef %16, i64 noundef %19)
-  store i64 %20, ptr %8, align 8
-  %21 = load ptr, ptr %5, align 8
-  %22 = getelementptr inbounds nuw %struct.Product, ptr %21, i32 0, i32 4
-  %23 = load i64, ptr %22, align 8
-  %24 = icmp slt i64 %23, 256
-  br i1 %24, label %25, label %26
+  %12 = load i64, ptr %4, align 8
+  %13 = mul nsw i64 %12, 48
+  store i64 %13, ptr %7, align 8
+  %14 = load i64, ptr %7, align 8
+  %15 = add nsw i64 %14, 48
+  %16 = load ptr, ptr %5, align 8
+  %17 = getelementptr inbounds nuw %struct.Product, ptr %16, i32 0, i32 5
+  %18 = load i64, ptr %17, align 8
+  %19 = call i64 @least(i64 noundef %15, i64 noundef %18)
+  store i64 %19, ptr %8, align 8
+  %20 = load ptr, ptr %5, align 8
+  %21 = getelementptr inbounds nuw %struct.Product, ptr %20, i32 0, i32 3
+  %22 = load i64, ptr %21, align 8
+  %23 = load ptr, ptr %5, align 8
+  %24 = load i32, ptr %6, align 4
+  %25 = call i64 @thin_rows(ptr noundef %23, i32 noundef %24)
+  %26 = icmp sle i64 %22, %25
+  br i1 %26, label %27, label %60
 
-25:
-  br label %42
-
-26:
-  %27 = load i32, ptr %6, align 4
-  %28 = icmp eq i32 %27, 0
-  br i1 %28, label %29, label %38
-
-29:
-  %30 = load ptr, ptr %5, align 8
-  %31 = getelementptr inbounds nuw %struct.Product, ptr %30, i32 0, i32 3
-  %32 = load i64, ptr %31, align 8
-  %33 = load ptr, ptr %5, align 8
-  %34 = getelementptr inbounds nuw %struct.Product, ptr %33, i32 0, i32 4
-  %35 = load i64, ptr %34, align 8
-  %36 = mul nsw i64 %32, %35
-  %37 = icmp sle i64 %36, 6144
-  br label %38
-
-38:
-  %39 = phi i1 [ false, %26 ], [ %37, %29 ]
-  %40 = zext i1 %39 to i64
-  %41 = select i1 %39, i32 4, i32 2
-  br label %42
-
-42:
-  %43 = phi i32 [ 0, %25 ], [ %41, %38 ]
-  store i32 %43, ptr %9, align 4
-  %44 = load ptr, ptr %5, align 8
-  %45 = getelementptr inbounds nuw %struct.Product, ptr %44, i32 0, i32 3
-  %46 = load i64, ptr %45, align 8
-  %47 = load i32, ptr %9, align 4
-  %48 = sext i32 %47 to i64
-  %49 = icmp sle i64 %46, %48
-  br i1 %49, label %50, label %83
-
-50:
-  %51 = load ptr, ptr %5, align 8
-  %52 = getelementptr inbounds nuw %struct.Product, ptr %51, i32 0, i32 3
-  %53 = load i64, ptr %52, align 8
-  switch i64 %53, label %82 [
-    i64 1, label %54
-    i64 2, label %61
-    i64 3, label %68
-    i64 4, label %75
+27:
+  %28 = load ptr, ptr %5, align 8
+  %29 = getelementptr inbounds nuw %struct.Product, ptr %28, i32 0, i32 3
+  %30 = load i64, ptr %29, align 8
+  switch i64 %30, label %59 [
+    i64 1, label %31
+    i64 2, label %38
+    i64 3, label %45
+    i64 4, label %52
   ]
 
-54:
-  %55 = load ptr, ptr %5, align 8
-  %56 = load i64, ptr %7, align 8
-  %57 = load i64, ptr %8, align 8
+31:
+  %32 = load ptr, ptr %5, align 8
+  %33 = load i64, ptr %7, align 8
+  %34 = load i64, ptr %8, align 8
+  %35 = load i32, ptr %6, align 4
+  %36 = call i32 @thin_outputs(i32 noundef 1, i32 noundef %35)
+  %37 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %32, i64 noundef 0, i64 noundef %33, i64 noundef %34, i32 noundef 1, i32 noundef %36, i32 noundef %37, i64 noundef 4096)
+  store i32 1, ptr %9, align 4
+  br label %191
+
+38:
+  %39 = load ptr, ptr %5, align 8
+  %40 = load i64, ptr %7, align 8
+  %41 = load i64, ptr %8, align 8
+  %42 = load i32, ptr %6, align 4
+  %43 = call i32 @thin_outputs(i32 noundef 2, i32 noundef %42)
+  %44 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %39, i64 noundef 0, i64 noundef %40, i64 noundef %41, i32 noundef 2, i32 noundef %43, i32 noundef %44, i64 noundef 4096)
+  store i32 1, ptr %9, align 4
+  br label %191
+
+45:
+  %46 = load ptr, ptr %5, align 8
+  %47 = load i64, ptr %7, align 8
+  %48 = load i64, ptr %8, align 8
+  %49 = load i32, ptr %6, align 4
+  %50 = call i32 @thin_outputs(i32 noundef 3, i32 noundef %49)
+  %51 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %46, i64 noundef 0, i64 noundef %47, i64 noundef %48, i32 noundef 3, i32 noundef %50, i32 noundef %51, i64 noundef 4096)
+  store i32 1, ptr %9, align 4
+  br label %191
+
+52:
+  %53 = load ptr, ptr %5, align 8
+  %54 = load i64, ptr %7, align 8
+  %55 = load i64, ptr %8, align 8
+  %56 = load i32, ptr %6, align 4
+  %57 = call i32 @thin_outputs(i32 noundef 4, i32 noundef %56)
   %58 = load i32, ptr %6, align 4
-  %59 = call i32 @thin_outputs(i32 noundef 1, i32 noundef %58)
-  %60 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %55, i64 noundef 0, i64 noundef %56, i64 noundef %57, i32 noundef 1, i32 noundef %59, i32 noundef %60, i64 noundef 4096)
-  store i32 1, ptr %10, align 4
-  br label %214
+  call void @over_outputs(ptr noundef %53, i64 noundef 0, i64 noundef %54, i64 noundef %55, i32 noundef 4, i32 noundef %57, i32 noundef %58, i64 noundef 4096)
+  store i32 1, ptr %9, align 4
+  br label %191
 
-61:
-  %62 = load ptr, ptr %5, align 8
-  %63 = load i64, ptr %7, align 8
-  %64 = load i64, ptr %8, align 8
-  %65 = load i32, ptr %6, align 4
-  %66 = call i32 @thin_outputs(i32 noundef 2, i32 noundef %65)
+59:
+  br label %60
+
+60:
+  %61 = load ptr, ptr %5, align 8
+  %62 = getelementptr inbounds nuw %struct.Product, ptr %61, i32 0, i32 3
+  %63 = load i64, ptr %62, align 8
+  %64 = load ptr, ptr %5, align 8
+  %65 = getelementptr inbounds nuw %struct.Product, ptr %64, i32 0, i32 3
+  %66 = load i64, ptr %65, align 8
   %67 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %62, i64 noundef 0, i64 noundef %63, i64 noundef %64, i32 noundef 2, i32 noundef %66, i32 noundef %67, i64 noundef 4096)
-  store i32 1, ptr %10, align 4
-  br label %214
+  %68 = call i32 @tile_rows(i32 noundef %67)
+  %69 = sext i32 %68 to i64
+  %70 = srem i64 %66, %69
+  %71 = sub nsw i64 %63, %70
+  store i64 %71, ptr %10, align 8
+  store i64 0, ptr %11, align 8
+  br label %72
 
-68:
-  %69 = load ptr, ptr %5, align 8
-  %70 = load i64, ptr %7, align 8
-  %71 = load i64, ptr %8, align 8
-  %72 = load i32, ptr %6, align 4
-  %73 = call i32 @thin_outputs(i32 noundef 3, i32 noundef %72)
-  %74 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %69, i64 noundef 0, i64 noundef %70, i64 noundef %71, i32 noundef 3, i32 noundef %73, i32 noundef %74, i64 noundef 4096)
-  store i32 1, ptr %10, align 4
-  br label %214
+72:
+  %73 = load i64, ptr %11, align 8
+  %74 = load i64, ptr %10, align 8
+  %75 = icmp slt i64 %73, %74
+  br i1 %75, label %77, label %76
 
-75:
-  %76 = load ptr, ptr %5, align 8
-  %77 = load i64, ptr %7, align 8
-  %78 = load i64, ptr %8, align 8
-  %79 = load i32, ptr %6, align 4
-  %80 = call i32 @thin_outputs(i32 noundef 4, i32 noundef %79)
-  %81 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %76, i64 noundef 0, i64 noundef %77, i64 noundef %78, i32 noundef 4, i32 noundef %80, i32 noundef %81, i64 noundef 4096)
-  store i32 1, ptr %10, align 4
-  br label %214
+76:
+  store i32 3, ptr %9, align 4
+  br label %93
 
-82:
-  br label %83
+77:
+  %78 = load ptr, ptr %5, align 8
+  %79 = load i64, ptr %11, align 8
+  %80 = load i64, ptr %7, align 8
+  %81 = load i64, ptr %8, align 8
+  %82 = load i32, ptr %6, align 4
+  %83 = call i32 @tile_rows(i32 noundef %82)
+  %84 = load i32, ptr %6, align 4
+  %85 = call i32 @tile_outputs(i32 noundef %84)
+  %86 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %78, i64 noundef %79, i64 noundef %80, i64 noundef %81, i32 noundef %83, i32 noundef %85, i32 noundef %86, i64 noundef 8192)
+  br label %87
 
-83:
-  %84 = load ptr, ptr %5, align 8
-  %85 = getelementptr inbounds nuw %struct.Product, ptr %84, i32 0, i32 3
-  %86 = load i64, ptr %85, align 8
-  %87 = load ptr, ptr %5, align 8
-  %88 = getelementptr inbounds nuw %struct.Product, ptr %87, i32 0, i32 3
-  %89 = load i64, ptr %88, align 8
-  %90 = load i32, ptr %6, align 4
-  %91 = call i32 @tile_rows(i32 noundef %90)
-  %92 = sext i32 %91 to i64
-  %93 = srem i64 %89, %92
-  %94 = sub nsw i64 %86, %93
-  store i64 %94, ptr %11, align 8
-  store i64 0, ptr %12, align 8
-  br label %95
+87:
+  %88 = load i32, ptr %6, align 4
+  %89 = call i32 @tile_rows(i32 noundef %88)
+  %90 = sext i32 %89 to i64
+  %91 = load i64, ptr %11, align 8
+  %92 = add nsw i64 %91, %90
+  store i64 %92, ptr %11, align 8
+  br label %72, !llvm.loop !20
 
-95:
-  %96 = load i64, ptr %12, align 8
-  %97 = load i64, ptr %11, align 8
-  %98 = icmp slt i64 %96, %97
-  br i1 %98, label %100, label %99
+93:
+  %94 = load ptr, ptr %5, align 8
+  %95 = getelementptr inbounds nuw %struct.Product, ptr %94, i32 0, i32 3
+  %96 = load i64, ptr %95, align 8
+  %97 = load i64, ptr %10, align 8
+  %98 = sub nsw i64 %96, %97
+  switch i64 %98, label %190 [
+    i64 1, label %99
+    i64 2, label %112
+    i64 3, label %125
+    i64 4, label %138
+    i64 5, label %151
+    i64 6, label %164
+    i64 7, label %177
+  ]
 
 99:
-  store i32 3, ptr %10, align 4
-  br label %116
+  %100 = load i32, ptr %6, align 4
+  %101 = call i32 @tile_rows(i32 noundef %100)
+  %102 = icmp slt i32 1, %101
+  br i1 %102, label %103, label %111
 
-100:
-  %101 = load ptr, ptr %5, align 8
-  %102 = load i64, ptr %12, align 8
-  %103 = load i64, ptr %7, align 8
-  %104 = load i64, ptr %8, align 8
-  %105 = load i32, ptr %6, align 4
-  %106 = call i32 @tile_rows(i32 noundef %105)
-  %107 = load i32, ptr %6, align 4
-  %108 = call i32 @tile_outputs(i32 noundef %107)
-  %109 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %101, i64 noundef %102, i64 noundef %103, i64 noundef %104, i32 noundef %106, i32 noundef %108, i32 noundef %109, i64 noundef 8192)
-  br label %110
+103:
+  %104 = load ptr, ptr %5, align 8
+  %105 = load i64, ptr %10, align 8
+  %106 = load i64, ptr %7, align 8
+  %107 = load i64, ptr %8, align 8
+  %108 = load i32, ptr %6, align 4
+  %109 = call i32 @tile_outputs(i32 noundef %108)
+  %110 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %104, i64 noundef %105, i64 noundef %106, i64 noundef %107, i32 noundef 1, i32 noundef %109, i32 noundef %110, i64 noundef 8192)
+  br label %111
 
-110:
-  %111 = load i32, ptr %6, align 4
-  %112 = call i32 @tile_rows(i32 noundef %111)
-  %113 = sext i32 %112 to i64
-  %114 = load i64, ptr %12, align 8
-  %115 = add nsw i64 %114, %113
-  store i64 %115, ptr %12, align 8
-  br label %95, !llvm.loop !19
+111:
+  br label %190
+
+112:
+  %113 = load i32, ptr %6, align 4
+  %114 = call i32 @tile_rows(i32 noundef %113)
+  %115 = icmp slt i32 2, %114
+  br i1 %115, label %116, label %124
 
 116:
   %117 = load ptr, ptr %5, align 8
-  %118 = getelementptr inbounds nuw %struct.Product, ptr %117, i32 0, i32 3
-  %119 = load i64, ptr %118, align 8
-  %120 = load i64, ptr %11, align 8
-  %121 = sub nsw i64 %119, %120
-  switch i64 %121, label %213 [
-    i64 1, label %122
-    i64 2, label %135
-    i64 3, label %148
-    i64 4, label %161
-    i64 5, label %174
-    i64 6, label %187
-    i64 7, label %200
-  ]
-
-122:
+  %118 = load i64, ptr %10, align 8
+  %119 = load i64, ptr %7, align 8
+  %120 = load i64, ptr %8, align 8
+  %121 = load i32, ptr %6, align 4
+  %122 = call i32 @tile_outputs(i32 noundef %121)
   %123 = load i32, ptr %6, align 4
-  %124 = call i32 @tile_rows(i32 noundef %123)
-  %125 = icmp slt i32 1, %124
-  br i1 %125, label %126, label %134
+  call void @over_outputs(ptr noundef %117, i64 noundef %118, i64 noundef %119, i64 noundef %120, i32 noundef 2, i32 noundef %122, i32 noundef %123, i64 noundef 8192)
+  br label %124
 
-126:
-  %127 = load ptr, ptr %5, align 8
-  %128 = load i64, ptr %11, align 8
-  %129 = load i64, ptr %7, align 8
-  %130 = load i64, ptr %8, align 8
-  %131 = load i32, ptr %6, align 4
-  %132 = call i32 @tile_outputs(i32 noundef %131)
-  %133 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %127, i64 noundef %128, i64 noundef %129, i64 noundef %130, i32 noundef 1, i32 noundef %132, i32 noundef %133, i64 noundef 8192)
-  br label %134
+124:
+  br label %190
 
-134:
-  br label %213
+125:
+  %126 = load i32, ptr %6, align 4
+  %127 = call i32 @tile_rows(i32 noundef %126)
+  %128 = icmp slt i32 3, %127
+  br i1 %128, label %129, label %137
 
-135:
+129:
+  %130 = load ptr, ptr %5, align 8
+  %131 = load i64, ptr %10, align 8
+  %132 = load i64, ptr %7, align 8
+  %133 = load i64, ptr %8, align 8
+  %134 = load i32, ptr %6, align 4
+  %135 = call i32 @tile_outputs(i32 noundef %134)
   %136 = load i32, ptr %6, align 4
-  %137 = call i32 @tile_rows(i32 noundef %136)
-  %138 = icmp slt i32 2, %137
-  br i1 %138, label %139, label %147
+  call void @over_outputs(ptr noundef %130, i64 noundef %131, i64 noundef %132, i64 noundef %133, i32 noundef 3, i32 noundef %135, i32 noundef %136, i64 noundef 8192)
+  br label %137
 
-139:
-  %140 = load ptr, ptr %5, align 8
-  %141 = load i64, ptr %11, align 8
-  %142 = load i64, ptr %7, align 8
-  %143 = load i64, ptr %8, align 8
-  %144 = load i32, ptr %6, align 4
-  %145 = call i32 @tile_outputs(i32 noundef %144)
-  %146 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %140, i64 noundef %141, i64 noundef %142, i64 noundef %143, i32 noundef 2, i32 noundef %145, i32 noundef %146, i64 noundef 8192)
-  br label %147
+137:
+  br label %190
 
-147:
-  br label %213
+138:
+  %139 = load i32, ptr %6, align 4
+  %140 = call i32 @tile_rows(i32 noundef %139)
+  %141 = icmp slt i32 4, %140
+  br i1 %141, label %142, label %150
 
-148:
+142:
+  %143 = load ptr, ptr %5, align 8
+  %144 = load i64, ptr %10, align 8
+  %145 = load i64, ptr %7, align 8
+  %146 = load i64, ptr %8, align 8
+  %147 = load i32, ptr %6, align 4
+  %148 = call i32 @tile_outputs(i32 noundef %147)
   %149 = load i32, ptr %6, align 4
-  %150 = call i32 @tile_rows(i32 noundef %149)
-  %151 = icmp slt i32 3, %150
-  br i1 %151, label %152, label %160
+  call void @over_outputs(ptr noundef %143, i64 noundef %144, i64 noundef %145, i64 noundef %146, i32 noundef 4, i32 noundef %148, i32 noundef %149, i64 noundef 8192)
+  br label %150
 
-152:
-  %153 = load ptr, ptr %5, align 8
-  %154 = load i64, ptr %11, align 8
-  %155 = load i64, ptr %7, align 8
-  %156 = load i64, ptr %8, align 8
-  %157 = load i32, ptr %6, align 4
-  %158 = call i32 @tile_outputs(i32 noundef %157)
-  %159 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %153, i64 noundef %154, i64 noundef %155, i64 noundef %156, i32 noundef 3, i32 noundef %158, i32 noundef %159, i64 noundef 8192)
-  br label %160
+150:
+  br label %190
 
-160:
-  br label %213
+151:
+  %152 = load i32, ptr %6, align 4
+  %153 = call i32 @tile_rows(i32 noundef %152)
+  %154 = icmp slt i32 5, %153
+  br i1 %154, label %155, label %163
 
-161:
+155:
+  %156 = load ptr, ptr %5, align 8
+  %157 = load i64, ptr %10, align 8
+  %158 = load i64, ptr %7, align 8
+  %159 = load i64, ptr %8, align 8
+  %160 = load i32, ptr %6, align 4
+  %161 = call i32 @tile_outputs(i32 noundef %160)
   %162 = load i32, ptr %6, align 4
-  %163 = call i32 @tile_rows(i32 noundef %162)
-  %164 = icmp slt i32 4, %163
-  br i1 %164, label %165, label %173
+  call void @over_outputs(ptr noundef %156, i64 noundef %157, i64 noundef %158, i64 noundef %159, i32 noundef 5, i32 noundef %161, i32 noundef %162, i64 noundef 8192)
+  br label %163
 
-165:
-  %166 = load ptr, ptr %5, align 8
-  %167 = load i64, ptr %11, align 8
-  %168 = load i64, ptr %7, align 8
-  %169 = load i64, ptr %8, align 8
-  %170 = load i32, ptr %6, align 4
-  %171 = call i32 @tile_outputs(i32 noundef %170)
-  %172 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %166, i64 noundef %167, i64 noundef %168, i64 noundef %169, i32 noundef 4, i32 noundef %171, i32 noundef %172, i64 noundef 8192)
-  br label %173
+163:
+  br label %190
 
-173:
-  br label %213
+164:
+  %165 = load i32, ptr %6, align 4
+  %166 = call i32 @tile_rows(i32 noundef %165)
+  %167 = icmp slt i32 6, %166
+  br i1 %167, label %168, label %176
 
-174:
+168:
+  %169 = load ptr, ptr %5, align 8
+  %170 = load i64, ptr %10, align 8
+  %171 = load i64, ptr %7, align 8
+  %172 = load i64, ptr %8, align 8
+  %173 = load i32, ptr %6, align 4
+  %174 = call i32 @tile_outputs(i32 noundef %173)
   %175 = load i32, ptr %6, align 4
-  %176 = call i32 @tile_rows(i32 noundef %175)
-  %177 = icmp slt i32 5, %176
-  br i1 %177, label %178, label %186
+  call void @over_outputs(ptr noundef %169, i64 noundef %170, i64 noundef %171, i64 noundef %172, i32 noundef 6, i32 noundef %174, i32 noundef %175, i64 noundef 8192)
+  br label %176
 
-178:
-  %179 = load ptr, ptr %5, align 8
-  %180 = load i64, ptr %11, align 8
-  %181 = load i64, ptr %7, align 8
-  %182 = load i64, ptr %8, align 8
-  %183 = load i32, ptr %6, align 4
-  %184 = call i32 @tile_outputs(i32 noundef %183)
-  %185 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %179, i64 noundef %180, i64 noundef %181, i64 noundef %182, i32 noundef 5, i32 noundef %184, i32 noundef %185, i64 noundef 8192)
-  br label %186
+176:
+  br label %190
 
-186:
-  br label %213
+177:
+  %178 = load i32, ptr %6, align 4
+  %179 = call i32 @tile_rows(i32 noundef %178)
+  %180 = icmp slt i32 7, %179
+  br i1 %180, label %181, label %189
 
-187:
+181:
+  %182 = load ptr, ptr %5, align 8
+  %183 = load i64, ptr %10, align 8
+  %184 = load i64, ptr %7, align 8
+  %185 = load i64, ptr %8, align 8
+  %186 = load i32, ptr %6, align 4
+  %187 = call i32 @tile_outputs(i32 noundef %186)
   %188 = load i32, ptr %6, align 4
-  %189 = call i32 @tile_rows(i32 noundef %188)
-  %190 = icmp slt i32 6, %189
-  br i1 %190, label %191, label %199
+  call void @over_outputs(ptr noundef %182, i64 noundef %183, i64 noundef %184, i64 noundef %185, i32 noundef 7, i32 noundef %187, i32 noundef %188, i64 noundef 8192)
+  br label %189
+
+189:
+  br label %190
+
+190:
+  store i32 0, ptr %9, align 4
+  br label %191
 
 191:
-  %192 = load ptr, ptr %5, align 8
-  %193 = load i64, ptr %11, align 8
-  %194 = load i64, ptr %7, align 8
-  %195 = load i64, ptr %8, align 8
-  %196 = load i32, ptr %6, align 4
-  %197 = call i32 @tile_outputs(i32 noundef %196)
-  %198 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %192, i64 noundef %193, i64 noundef %194, i64 noundef %195, i32 noundef 6, i32 noundef %197, i32 noundef %198, i64 noundef 8192)
-  br label %199
-
-199:
-  br label %213
-
-200:
-  %201 = load i32, ptr %6, align 4
-  %202 = call i32 @tile_rows(i32 noundef %201)
-  %203 = icmp slt i32 7, %202
-  br i1 %203, label %204, label %212
-
-204:
-  %205 = load ptr, ptr %5, align 8
-  %206 = load i64, ptr %11, align 8
-  %207 = load i64, ptr %7, align 8
-  %208 = load i64, ptr %8, align 8
-  %209 = load i32, ptr %6, align 4
-  %210 = call i32 @tile_outputs(i32 noundef %209)
-  %211 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %205, i64 noundef %206, i64 noundef %207, i64 noundef %208, i32 noundef 7, i32 noundef %210, i32 noundef %211, i64 noundef 8192)
-  br label %212
-
-212:
-  br label %213
-
-213:
-  store i32 0, ptr %10, align 4
-  br label %214
-
-214:
-  %215 = load i32, ptr %10, align 4
-  switch i32 %215, label %217 [
-    i32 0, label %216
-    i32 1, label %216
+  %192 = load i32, ptr %9, align 4
+  switch i32 %192, label %194 [
+    i32 0, label %193
+    i32 1, label %193
   ]
 
-216:
+193:
   ret void
 
-217:
+194:
   unreachable
+}
+
+define internal i64 @thin_rows(ptr noundef %0, i32 noundef %1) #1 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca i32, align 4
+  store ptr %0, ptr %4, align 8
+  store i32 %1, ptr %5, align 4
+  %6 = load ptr, ptr %4, align 8
+  %7 = getelementptr inbounds nuw %struct.Product, ptr %6, i32 0, i32 4
+  %8 = load i64, ptr %7, align 8
+  %9 = icmp slt i64 %8, 256
+  br i1 %9, label %10, label %11
+
+10:
+  store i64 0, ptr %3, align 8
+  br label %28
+
+11:
+  %12 = load i32, ptr %5, align 4
+  %13 = icmp eq i32 %12, 0
+  br i1 %13, label %14, label %23
+
+14:
+  %15 = load ptr, ptr %4, align 8
+  %16 = getelementptr inbounds nuw %struct.Product, ptr %15, i32 0, i32 3
+  %17 = load i64, ptr %16, align 8
+  %18 = load ptr, ptr %4, align 8
+  %19 = getelementptr inbounds nuw %struct.Product, ptr %18, i32 0, i32 4
+  %20 = load i64, ptr %19, align 8
+  %21 = mul nsw i64 %17, %20
+  %22 = icmp sle i64 %21, 6144
+  br label %23
+
+23:
+  %24 = phi i1 [ false, %11 ], [ %22, %14 ]
+  %25 = zext i1 %24 to i64
+  %26 = select i1 %24, i32 4, i32 2
+  %27 = sext i32 %26 to i64
+  store i64 %27, ptr %3, align 8
+  br label %28
+
+28:
+  %29 = load i64, ptr %3, align 8
+  ret i64 %29
 }
 
 define internal void @over_outputs(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6, i64 noundef %7) #1 {
@@ -1816,7 +1918,7 @@ define internal void @over_outputs(ptr noundef %0, i64 noundef %1, i64 noundef %
   %77 = load i64, ptr %17, align 8
   %78 = add nsw i64 %77, %76
   store i64 %78, ptr %17, align 8
-  br label %20, !llvm.loop !20
+  br label %20, !llvm.loop !21
 
 79:
   ret void
@@ -1920,7 +2022,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %44 = load i32, ptr %20, align 4
   %45 = add nsw i32 %44, 1
   store i32 %45, ptr %20, align 4
-  br label %32, !llvm.loop !21
+  br label %32, !llvm.loop !22
 
 46:
   %47 = load i32, ptr %17, align 4
@@ -1988,14 +2090,14 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %88 = call i64 @bytes_of(i32 noundef %87)
   %89 = mul nsw i64 %86, %88
   %90 = load i64, ptr %18, align 8
-  call void @ask_ahead(ptr noundef %85, i64 noundef %89, i64 noundef %90)
+  call void @prefetch(ptr noundef %85, i64 noundef %89, i64 noundef %90)
   br label %91
 
 91:
   %92 = load i32, ptr %25, align 4
   %93 = add nsw i32 %92, 1
   store i32 %93, ptr %25, align 4
-  br label %71, !llvm.loop !22
+  br label %71, !llvm.loop !23
 
 94:
   store i64 0, ptr %26, align 8
@@ -2028,7 +2130,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %112 = load i64, ptr %26, align 8
   %113 = add nsw i64 %112, 4
   store i64 %113, ptr %26, align 8
-  br label %95, !llvm.loop !23
+  br label %95, !llvm.loop !24
 
 114:
   br label %115
@@ -2038,7 +2140,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %117 = load i64, ptr %24, align 8
   %118 = add nsw i64 %117, %116
   store i64 %118, ptr %24, align 8
-  br label %66, !llvm.loop !24
+  br label %66, !llvm.loop !25
 
 119:
   br label %120
@@ -2065,7 +2167,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %134 = load i64, ptr %24, align 8
   %135 = add nsw i64 %134, 4
   store i64 %135, ptr %24, align 8
-  br label %120, !llvm.loop !25
+  br label %120, !llvm.loop !26
 
 136:
   %137 = getelementptr inbounds [28 x <4 x float>], ptr %19, i64 0, i64 0
@@ -2104,7 +2206,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %159 = load i32, ptr %28, align 4
   %160 = add nsw i32 %159, 4
   store i32 %160, ptr %28, align 4
-  br label %141, !llvm.loop !26
+  br label %141, !llvm.loop !27
 
 161:
   br label %162
@@ -2172,7 +2274,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %209 = load i32, ptr %29, align 4
   %210 = add nsw i32 %209, 1
   store i32 %210, ptr %29, align 4
-  br label %167, !llvm.loop !27
+  br label %167, !llvm.loop !28
 
 211:
   br label %212
@@ -2181,7 +2283,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %213 = load i64, ptr %24, align 8
   %214 = add nsw i64 %213, 1
   store i64 %214, ptr %24, align 8
-  br label %162, !llvm.loop !28
+  br label %162, !llvm.loop !29
 
 215:
   store i32 0, ptr %31, align 4
@@ -2223,7 +2325,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %242 = load i32, ptr %31, align 4
   %243 = add nsw i32 %242, 1
   store i32 %243, ptr %31, align 4
-  br label %216, !llvm.loop !29
+  br label %216, !llvm.loop !30
 
 244:
   ret void
@@ -2291,7 +2393,7 @@ define internal i64 @bytes_of(i32 noundef %0) #1 {
   ret i64 %13
 }
 
-define internal void @ask_ahead(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
+define internal void @prefetch(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
   %4 = alloca ptr, align 8
   %5 = alloca i64, align 8
   %6 = alloca i64, align 8
@@ -2324,7 +2426,7 @@ define internal void @ask_ahead(ptr noundef %0, i64 noundef %1, i64 noundef %2) 
   %20 = load i64, ptr %7, align 8
   %21 = add nsw i64 %20, 64
   store i64 %21, ptr %7, align 8
-  br label %8, !llvm.loop !30
+  br label %8, !llvm.loop !31
 
 22:
   ret void
@@ -2387,7 +2489,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %44 = load i32, ptr %18, align 4
   %45 = add nsw i32 %44, 1
   store i32 %45, ptr %18, align 4
-  br label %23, !llvm.loop !31
+  br label %23, !llvm.loop !32
 
 46:
   store i32 0, ptr %19, align 4
@@ -2458,7 +2560,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %92 = load i32, ptr %22, align 4
   %93 = add nsw i32 %92, 1
   store i32 %93, ptr %22, align 4
-  br label %62, !llvm.loop !32
+  br label %62, !llvm.loop !33
 
 94:
   br label %95
@@ -2467,7 +2569,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %96 = load i32, ptr %19, align 4
   %97 = add nsw i32 %96, 1
   store i32 %97, ptr %19, align 4
-  br label %47, !llvm.loop !33
+  br label %47, !llvm.loop !34
 
 98:
   ret void
@@ -2635,7 +2737,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %82 = load i64, ptr %14, align 8
   %83 = add nsw i64 %82, 1
   store i64 %83, ptr %14, align 8
-  br label %72, !llvm.loop !34
+  br label %72, !llvm.loop !35
 
 84:
   store i64 0, ptr %15, align 8
@@ -2687,7 +2789,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %113 = load i64, ptr %15, align 8
   %114 = add nsw i64 %113, 1
   store i64 %114, ptr %15, align 8
-  br label %85, !llvm.loop !35
+  br label %85, !llvm.loop !36
 
 115:
   store i64 0, ptr %17, align 8
@@ -2778,7 +2880,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %179 = load i64, ptr %21, align 8
   %180 = add nsw i64 %179, 1
   store i64 %180, ptr %21, align 8
-  br label %159, !llvm.loop !36
+  br label %159, !llvm.loop !37
 
 181:
   %182 = load ptr, ptr %19, align 8
@@ -2797,7 +2899,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %192 = load i64, ptr %17, align 8
   %193 = add nsw i64 %192, 1
   store i64 %193, ptr %17, align 8
-  br label %116, !llvm.loop !37
+  br label %116, !llvm.loop !38
 
 194:
   %195 = load float, ptr %12, align 4
@@ -2847,7 +2949,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %221 = load i64, ptr %23, align 8
   %222 = add nsw i64 %221, 1
   store i64 %222, ptr %23, align 8
-  br label %199, !llvm.loop !38
+  br label %199, !llvm.loop !39
 
 223:
   br label %224
@@ -2856,7 +2958,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %225 = load i64, ptr %7, align 8
   %226 = add nsw i64 %225, 1
   store i64 %226, ptr %7, align 8
-  br label %31, !llvm.loop !39
+  br label %31, !llvm.loop !40
 
 227:
   ret void
@@ -2954,378 +3056,374 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %15 = alloca i64, align 8
   %16 = alloca i32, align 4
   %17 = alloca i64, align 8
-  %18 = alloca ptr, align 8
+  %18 = alloca i64, align 8
   %19 = alloca ptr, align 8
   %20 = alloca ptr, align 8
   %21 = alloca ptr, align 8
   %22 = alloca ptr, align 8
-  %23 = alloca i64, align 8
+  %23 = alloca ptr, align 8
   %24 = alloca i64, align 8
   %25 = alloca i64, align 8
   %26 = alloca i64, align 8
   %27 = alloca i64, align 8
   %28 = alloca i64, align 8
   %29 = alloca i64, align 8
+  %30 = alloca i64, align 8
   store i64 %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
   store i32 %2, ptr %6, align 4
-  %30 = load i64, ptr %4, align 8
-  %31 = load ptr, ptr %5, align 8
-  %32 = getelementptr inbounds nuw %struct.Attention, ptr %31, i32 0, i32 6
-  %33 = load i64, ptr %32, align 8
-  %34 = srem i64 %30, %33
-  store i64 %34, ptr %7, align 8
-  %35 = load i64, ptr %4, align 8
-  %36 = load ptr, ptr %5, align 8
-  %37 = getelementptr inbounds nuw %struct.Attention, ptr %36, i32 0, i32 6
-  %38 = load i64, ptr %37, align 8
-  %39 = sdiv i64 %35, %38
-  %40 = load ptr, ptr %5, align 8
-  %41 = getelementptr inbounds nuw %struct.Attention, ptr %40, i32 0, i32 11
-  %42 = load i64, ptr %41, align 8
-  %43 = srem i64 %39, %42
-  store i64 %43, ptr %8, align 8
-  %44 = load ptr, ptr %5, align 8
-  %45 = getelementptr inbounds nuw %struct.Attention, ptr %44, i32 0, i32 12
-  %46 = load i64, ptr %45, align 8
-  %47 = sub nsw i64 %46, 1
-  %48 = load i64, ptr %4, align 8
-  %49 = load ptr, ptr %5, align 8
-  %50 = getelementptr inbounds nuw %struct.Attention, ptr %49, i32 0, i32 6
-  %51 = load i64, ptr %50, align 8
-  %52 = sdiv i64 %48, %51
-  %53 = load ptr, ptr %5, align 8
-  %54 = getelementptr inbounds nuw %struct.Attention, ptr %53, i32 0, i32 11
-  %55 = load i64, ptr %54, align 8
-  %56 = sdiv i64 %52, %55
-  %57 = sub nsw i64 %47, %56
-  store i64 %57, ptr %9, align 8
-  %58 = load ptr, ptr %5, align 8
-  %59 = getelementptr inbounds nuw %struct.Attention, ptr %58, i32 0, i32 11
-  %60 = load i64, ptr %59, align 8
-  %61 = icmp sgt i64 %60, 1
-  br i1 %61, label %62, label %65
+  %31 = load i64, ptr %4, align 8
+  %32 = load ptr, ptr %5, align 8
+  %33 = getelementptr inbounds nuw %struct.Attention, ptr %32, i32 0, i32 6
+  %34 = load i64, ptr %33, align 8
+  %35 = srem i64 %31, %34
+  store i64 %35, ptr %7, align 8
+  %36 = load i64, ptr %4, align 8
+  %37 = load ptr, ptr %5, align 8
+  %38 = getelementptr inbounds nuw %struct.Attention, ptr %37, i32 0, i32 6
+  %39 = load i64, ptr %38, align 8
+  %40 = sdiv i64 %36, %39
+  %41 = load ptr, ptr %5, align 8
+  %42 = getelementptr inbounds nuw %struct.Attention, ptr %41, i32 0, i32 11
+  %43 = load i64, ptr %42, align 8
+  %44 = srem i64 %40, %43
+  store i64 %44, ptr %8, align 8
+  %45 = load ptr, ptr %5, align 8
+  %46 = getelementptr inbounds nuw %struct.Attention, ptr %45, i32 0, i32 12
+  %47 = load i64, ptr %46, align 8
+  %48 = sub nsw i64 %47, 1
+  %49 = load i64, ptr %4, align 8
+  %50 = load ptr, ptr %5, align 8
+  %51 = getelementptr inbounds nuw %struct.Attention, ptr %50, i32 0, i32 6
+  %52 = load i64, ptr %51, align 8
+  %53 = sdiv i64 %49, %52
+  %54 = load ptr, ptr %5, align 8
+  %55 = getelementptr inbounds nuw %struct.Attention, ptr %54, i32 0, i32 11
+  %56 = load i64, ptr %55, align 8
+  %57 = sdiv i64 %53, %56
+  %58 = sub nsw i64 %48, %57
+  store i64 %58, ptr %9, align 8
+  %59 = load ptr, ptr %5, align 8
+  %60 = getelementptr inbounds nuw %struct.Attention, ptr %59, i32 0, i32 11
+  %61 = load i64, ptr %60, align 8
+  %62 = icmp sgt i64 %61, 1
+  br i1 %62, label %63, label %66
 
-62:
-  %63 = load i64, ptr %8, align 8
-  %64 = mul nsw i64 %63, 256
-  br label %66
-
-65:
-  br label %66
+63:
+  %64 = load i64, ptr %8, align 8
+  %65 = mul nsw i64 %64, 256
+  br label %67
 
 66:
-  %67 = phi i64 [ %64, %62 ], [ 0, %65 ]
-  store i64 %67, ptr %10, align 8
-  %68 = load ptr, ptr %5, align 8
-  %69 = getelementptr inbounds nuw %struct.Attention, ptr %68, i32 0, i32 11
-  %70 = load i64, ptr %69, align 8
-  %71 = icmp sgt i64 %70, 1
-  br i1 %71, label %72, label %75
+  br label %67
 
-72:
-  %73 = load i64, ptr %10, align 8
-  %74 = add nsw i64 %73, 256
-  br label %79
+67:
+  %68 = phi i64 [ %65, %63 ], [ 0, %66 ]
+  store i64 %68, ptr %10, align 8
+  %69 = load ptr, ptr %5, align 8
+  %70 = getelementptr inbounds nuw %struct.Attention, ptr %69, i32 0, i32 11
+  %71 = load i64, ptr %70, align 8
+  %72 = icmp sgt i64 %71, 1
+  br i1 %72, label %73, label %76
 
-75:
-  %76 = load ptr, ptr %5, align 8
-  %77 = getelementptr inbounds nuw %struct.Attention, ptr %76, i32 0, i32 10
-  %78 = load i64, ptr %77, align 8
-  br label %79
+73:
+  %74 = load i64, ptr %10, align 8
+  %75 = add nsw i64 %74, 256
+  br label %80
 
-79:
-  %80 = phi i64 [ %74, %72 ], [ %78, %75 ]
-  %81 = load ptr, ptr %5, align 8
-  %82 = getelementptr inbounds nuw %struct.Attention, ptr %81, i32 0, i32 10
-  %83 = load i64, ptr %82, align 8
-  %84 = call i64 @least(i64 noundef %80, i64 noundef %83)
-  store i64 %84, ptr %11, align 8
-  %85 = load i64, ptr @head_dim, align 8
-  store i64 %85, ptr %12, align 8
-  %86 = load i64, ptr %9, align 8
-  %87 = add nsw i64 %86, 1
-  %88 = mul nsw i64 %87, 96
-  %89 = load ptr, ptr %5, align 8
-  %90 = getelementptr inbounds nuw %struct.Attention, ptr %89, i32 0, i32 8
-  %91 = load i64, ptr %90, align 8
-  %92 = call i64 @least(i64 noundef %88, i64 noundef %91)
-  store i64 %92, ptr %13, align 8
-  %93 = load ptr, ptr %5, align 8
-  %94 = getelementptr inbounds nuw %struct.Attention, ptr %93, i32 0, i32 5
-  %95 = load ptr, ptr %94, align 8
-  %96 = load i64, ptr %8, align 8
-  %97 = load ptr, ptr %5, align 8
-  %98 = getelementptr inbounds nuw %struct.Attention, ptr %97, i32 0, i32 6
-  %99 = load i64, ptr %98, align 8
-  %100 = mul nsw i64 %96, %99
-  %101 = load i64, ptr %7, align 8
-  %102 = add nsw i64 %100, %101
-  %103 = load ptr, ptr %5, align 8
-  %104 = getelementptr inbounds nuw %struct.Attention, ptr %103, i32 0, i32 8
-  %105 = load i64, ptr %104, align 8
-  %106 = mul nsw i64 %102, %105
-  %107 = load i64, ptr %12, align 8
-  %108 = add nsw i64 %107, 2
-  %109 = mul nsw i64 %106, %108
-  %110 = getelementptr inbounds float, ptr %95, i64 %109
-  store ptr %110, ptr %14, align 8
-  %111 = load i64, ptr %9, align 8
-  %112 = mul nsw i64 %111, 96
-  store i64 %112, ptr %15, align 8
-  br label %113
+76:
+  %77 = load ptr, ptr %5, align 8
+  %78 = getelementptr inbounds nuw %struct.Attention, ptr %77, i32 0, i32 10
+  %79 = load i64, ptr %78, align 8
+  br label %80
 
-113:
-  %114 = load i64, ptr %15, align 8
-  %115 = load i64, ptr %13, align 8
-  %116 = icmp slt i64 %114, %115
-  br i1 %116, label %118, label %117
+80:
+  %81 = phi i64 [ %75, %73 ], [ %79, %76 ]
+  %82 = load ptr, ptr %5, align 8
+  %83 = getelementptr inbounds nuw %struct.Attention, ptr %82, i32 0, i32 10
+  %84 = load i64, ptr %83, align 8
+  %85 = call i64 @least(i64 noundef %81, i64 noundef %84)
+  store i64 %85, ptr %11, align 8
+  %86 = load i64, ptr @head_dim, align 8
+  store i64 %86, ptr %12, align 8
+  %87 = load i64, ptr %9, align 8
+  %88 = add nsw i64 %87, 1
+  %89 = mul nsw i64 %88, 96
+  %90 = load ptr, ptr %5, align 8
+  %91 = getelementptr inbounds nuw %struct.Attention, ptr %90, i32 0, i32 8
+  %92 = load i64, ptr %91, align 8
+  %93 = call i64 @least(i64 noundef %89, i64 noundef %92)
+  store i64 %93, ptr %13, align 8
+  %94 = load ptr, ptr %5, align 8
+  %95 = getelementptr inbounds nuw %struct.Attention, ptr %94, i32 0, i32 5
+  %96 = load ptr, ptr %95, align 8
+  %97 = load i64, ptr %8, align 8
+  %98 = load ptr, ptr %5, align 8
+  %99 = getelementptr inbounds nuw %struct.Attention, ptr %98, i32 0, i32 6
+  %100 = load i64, ptr %99, align 8
+  %101 = mul nsw i64 %97, %100
+  %102 = load i64, ptr %7, align 8
+  %103 = add nsw i64 %101, %102
+  %104 = load ptr, ptr %5, align 8
+  %105 = getelementptr inbounds nuw %struct.Attention, ptr %104, i32 0, i32 8
+  %106 = load i64, ptr %105, align 8
+  %107 = mul nsw i64 %103, %106
+  %108 = load i64, ptr %12, align 8
+  %109 = add nsw i64 %108, 2
+  %110 = mul nsw i64 %107, %109
+  %111 = getelementptr inbounds float, ptr %96, i64 %110
+  store ptr %111, ptr %14, align 8
+  %112 = load i64, ptr %9, align 8
+  %113 = mul nsw i64 %112, 96
+  store i64 %113, ptr %15, align 8
+  br label %114
 
-117:
-  store i32 2, ptr %16, align 4
-  br label %298
+114:
+  %115 = load i64, ptr %15, align 8
+  %116 = load i64, ptr %13, align 8
+  %117 = icmp slt i64 %115, %116
+  br i1 %117, label %119, label %118
 
 118:
-  %119 = load i64, ptr %13, align 8
-  %120 = load i64, ptr %15, align 8
-  %121 = sub nsw i64 %119, %120
-  %122 = call i64 @least(i64 noundef %121, i64 noundef 16)
-  store i64 %122, ptr %17, align 8
-  %123 = load ptr, ptr %5, align 8
-  %124 = getelementptr inbounds nuw %struct.Attention, ptr %123, i32 0, i32 3
-  %125 = load ptr, ptr %124, align 8
-  %126 = load i64, ptr %7, align 8
-  %127 = load ptr, ptr %5, align 8
-  %128 = getelementptr inbounds nuw %struct.Attention, ptr %127, i32 0, i32 7
-  %129 = load i64, ptr %128, align 8
-  %130 = sdiv i64 %126, %129
-  %131 = load ptr, ptr %5, align 8
-  %132 = getelementptr inbounds nuw %struct.Attention, ptr %131, i32 0, i32 8
-  %133 = load i64, ptr %132, align 8
-  %134 = mul nsw i64 %130, %133
-  %135 = getelementptr inbounds i32, ptr %125, i64 %134
-  %136 = load i64, ptr %15, align 8
-  %137 = getelementptr inbounds i32, ptr %135, i64 %136
-  store ptr %137, ptr %18, align 8
-  %138 = load ptr, ptr %5, align 8
-  %139 = getelementptr inbounds nuw %struct.Attention, ptr %138, i32 0, i32 4
-  %140 = load ptr, ptr %139, align 8
-  %141 = load ptr, ptr %18, align 8
-  %142 = load ptr, ptr %5, align 8
-  %143 = getelementptr inbounds nuw %struct.Attention, ptr %142, i32 0, i32 3
-  %144 = load ptr, ptr %143, align 8
-  %145 = ptrtoint ptr %141 to i64
-  %146 = ptrtoint ptr %144 to i64
-  %147 = sub i64 %145, %146
-  %148 = sdiv exact i64 %147, 4
-  %149 = getelementptr inbounds i32, ptr %140, i64 %148
-  store ptr %149, ptr %19, align 8
+  store i32 2, ptr %16, align 4
+  br label %293
+
+119:
+  %120 = load i64, ptr %13, align 8
+  %121 = load i64, ptr %15, align 8
+  %122 = sub nsw i64 %120, %121
+  %123 = call i64 @least(i64 noundef %122, i64 noundef 16)
+  store i64 %123, ptr %17, align 8
+  %124 = load i64, ptr %7, align 8
+  %125 = load ptr, ptr %5, align 8
+  %126 = getelementptr inbounds nuw %struct.Attention, ptr %125, i32 0, i32 7
+  %127 = load i64, ptr %126, align 8
+  %128 = sdiv i64 %124, %127
+  %129 = load ptr, ptr %5, align 8
+  %130 = getelementptr inbounds nuw %struct.Attention, ptr %129, i32 0, i32 8
+  %131 = load i64, ptr %130, align 8
+  %132 = mul nsw i64 %128, %131
+  %133 = load i64, ptr %15, align 8
+  %134 = add nsw i64 %132, %133
+  store i64 %134, ptr %18, align 8
+  %135 = load ptr, ptr %5, align 8
+  %136 = getelementptr inbounds nuw %struct.Attention, ptr %135, i32 0, i32 3
+  %137 = load ptr, ptr %136, align 8
+  %138 = load i64, ptr %18, align 8
+  %139 = getelementptr inbounds i32, ptr %137, i64 %138
+  store ptr %139, ptr %19, align 8
+  %140 = load ptr, ptr %5, align 8
+  %141 = getelementptr inbounds nuw %struct.Attention, ptr %140, i32 0, i32 4
+  %142 = load ptr, ptr %141, align 8
+  %143 = load i64, ptr %18, align 8
+  %144 = getelementptr inbounds i32, ptr %142, i64 %143
+  store ptr %144, ptr %20, align 8
+  %145 = load ptr, ptr %14, align 8
+  %146 = load i64, ptr %15, align 8
+  %147 = load i64, ptr %12, align 8
+  %148 = mul nsw i64 %146, %147
+  %149 = getelementptr inbounds float, ptr %145, i64 %148
+  store ptr %149, ptr %21, align 8
   %150 = load ptr, ptr %14, align 8
-  %151 = load i64, ptr %15, align 8
-  %152 = load i64, ptr %12, align 8
-  %153 = mul nsw i64 %151, %152
-  %154 = getelementptr inbounds float, ptr %150, i64 %153
-  store ptr %154, ptr %20, align 8
-  %155 = load ptr, ptr %14, align 8
-  %156 = load ptr, ptr %5, align 8
-  %157 = getelementptr inbounds nuw %struct.Attention, ptr %156, i32 0, i32 8
-  %158 = load i64, ptr %157, align 8
-  %159 = load i64, ptr %12, align 8
-  %160 = mul nsw i64 %158, %159
-  %161 = getelementptr inbounds float, ptr %155, i64 %160
-  %162 = load i64, ptr %15, align 8
-  %163 = getelementptr inbounds float, ptr %161, i64 %162
-  store ptr %163, ptr %21, align 8
-  %164 = load ptr, ptr %21, align 8
-  %165 = load ptr, ptr %5, align 8
-  %166 = getelementptr inbounds nuw %struct.Attention, ptr %165, i32 0, i32 8
-  %167 = load i64, ptr %166, align 8
-  %168 = getelementptr inbounds float, ptr %164, i64 %167
-  store ptr %168, ptr %22, align 8
-  %169 = load ptr, ptr %5, align 8
-  %170 = getelementptr inbounds nuw %struct.Attention, ptr %169, i32 0, i32 9
-  %171 = load i64, ptr %170, align 8
-  store i64 %171, ptr %23, align 8
-  store i64 -1, ptr %24, align 8
-  store i64 0, ptr %25, align 8
-  br label %172
+  %151 = load ptr, ptr %5, align 8
+  %152 = getelementptr inbounds nuw %struct.Attention, ptr %151, i32 0, i32 8
+  %153 = load i64, ptr %152, align 8
+  %154 = load i64, ptr %12, align 8
+  %155 = mul nsw i64 %153, %154
+  %156 = getelementptr inbounds float, ptr %150, i64 %155
+  %157 = load i64, ptr %15, align 8
+  %158 = getelementptr inbounds float, ptr %156, i64 %157
+  store ptr %158, ptr %22, align 8
+  %159 = load ptr, ptr %22, align 8
+  %160 = load ptr, ptr %5, align 8
+  %161 = getelementptr inbounds nuw %struct.Attention, ptr %160, i32 0, i32 8
+  %162 = load i64, ptr %161, align 8
+  %163 = getelementptr inbounds float, ptr %159, i64 %162
+  store ptr %163, ptr %23, align 8
+  %164 = load ptr, ptr %5, align 8
+  %165 = getelementptr inbounds nuw %struct.Attention, ptr %164, i32 0, i32 9
+  %166 = load i64, ptr %165, align 8
+  store i64 %166, ptr %24, align 8
+  store i64 -1, ptr %25, align 8
+  store i64 0, ptr %26, align 8
+  br label %167
+
+167:
+  %168 = load i64, ptr %26, align 8
+  %169 = load i64, ptr %17, align 8
+  %170 = icmp slt i64 %168, %169
+  br i1 %170, label %172, label %171
+
+171:
+  store i32 5, ptr %16, align 4
+  br label %213
 
 172:
-  %173 = load i64, ptr %25, align 8
-  %174 = load i64, ptr %17, align 8
-  %175 = icmp slt i64 %173, %174
-  br i1 %175, label %177, label %176
-
-176:
-  store i32 5, ptr %16, align 4
-  br label %218
-
-177:
-  %178 = load i64, ptr %23, align 8
-  %179 = load ptr, ptr %18, align 8
+  %173 = load i64, ptr %24, align 8
+  %174 = load ptr, ptr %19, align 8
+  %175 = load i64, ptr %26, align 8
+  %176 = getelementptr inbounds i32, ptr %174, i64 %175
+  %177 = load i32, ptr %176, align 4
+  %178 = sext i32 %177 to i64
+  %179 = call i64 @least(i64 noundef %173, i64 noundef %178)
+  store i64 %179, ptr %24, align 8
   %180 = load i64, ptr %25, align 8
-  %181 = getelementptr inbounds i32, ptr %179, i64 %180
-  %182 = load i32, ptr %181, align 4
-  %183 = sext i32 %182 to i64
-  %184 = call i64 @least(i64 noundef %178, i64 noundef %183)
-  store i64 %184, ptr %23, align 8
-  %185 = load i64, ptr %24, align 8
-  %186 = load ptr, ptr %19, align 8
-  %187 = load i64, ptr %25, align 8
-  %188 = getelementptr inbounds i32, ptr %186, i64 %187
-  %189 = load i32, ptr %188, align 4
-  %190 = sext i32 %189 to i64
-  %191 = call i64 @most(i64 noundef %185, i64 noundef %190)
-  store i64 %191, ptr %24, align 8
-  %192 = load ptr, ptr %21, align 8
-  %193 = load i64, ptr %25, align 8
-  %194 = getelementptr inbounds float, ptr %192, i64 %193
-  store float 0xC6293E5940000000, ptr %194, align 4
-  %195 = load ptr, ptr %22, align 8
-  %196 = load i64, ptr %25, align 8
-  %197 = getelementptr inbounds float, ptr %195, i64 %196
-  store float 0.000000e+00, ptr %197, align 4
-  store i64 0, ptr %26, align 8
-  br label %198
+  %181 = load ptr, ptr %20, align 8
+  %182 = load i64, ptr %26, align 8
+  %183 = getelementptr inbounds i32, ptr %181, i64 %182
+  %184 = load i32, ptr %183, align 4
+  %185 = sext i32 %184 to i64
+  %186 = call i64 @most(i64 noundef %180, i64 noundef %185)
+  store i64 %186, ptr %25, align 8
+  %187 = load ptr, ptr %22, align 8
+  %188 = load i64, ptr %26, align 8
+  %189 = getelementptr inbounds float, ptr %187, i64 %188
+  store float 0xC6293E5940000000, ptr %189, align 4
+  %190 = load ptr, ptr %23, align 8
+  %191 = load i64, ptr %26, align 8
+  %192 = getelementptr inbounds float, ptr %190, i64 %191
+  store float 0.000000e+00, ptr %192, align 4
+  store i64 0, ptr %27, align 8
+  br label %193
+
+193:
+  %194 = load i64, ptr %27, align 8
+  %195 = load i64, ptr %12, align 8
+  %196 = icmp slt i64 %194, %195
+  br i1 %196, label %198, label %197
+
+197:
+  store i32 8, ptr %16, align 4
+  br label %209
 
 198:
-  %199 = load i64, ptr %26, align 8
-  %200 = load i64, ptr %12, align 8
-  %201 = icmp slt i64 %199, %200
-  br i1 %201, label %203, label %202
+  %199 = load ptr, ptr %21, align 8
+  %200 = load i64, ptr %26, align 8
+  %201 = load i64, ptr %12, align 8
+  %202 = mul nsw i64 %200, %201
+  %203 = load i64, ptr %27, align 8
+  %204 = add nsw i64 %202, %203
+  %205 = getelementptr inbounds float, ptr %199, i64 %204
+  store float 0.000000e+00, ptr %205, align 4
+  br label %206
 
-202:
-  store i32 8, ptr %16, align 4
-  br label %214
+206:
+  %207 = load i64, ptr %27, align 8
+  %208 = add nsw i64 %207, 1
+  store i64 %208, ptr %27, align 8
+  br label %193, !llvm.loop !41
 
-203:
-  %204 = load ptr, ptr %20, align 8
-  %205 = load i64, ptr %25, align 8
-  %206 = load i64, ptr %12, align 8
-  %207 = mul nsw i64 %205, %206
-  %208 = load i64, ptr %26, align 8
-  %209 = add nsw i64 %207, %208
-  %210 = getelementptr inbounds float, ptr %204, i64 %209
-  store float 0.000000e+00, ptr %210, align 4
-  br label %211
+209:
+  br label %210
 
-211:
-  %212 = load i64, ptr %26, align 8
-  %213 = add nsw i64 %212, 1
-  store i64 %213, ptr %26, align 8
-  br label %198, !llvm.loop !40
+210:
+  %211 = load i64, ptr %26, align 8
+  %212 = add nsw i64 %211, 1
+  store i64 %212, ptr %26, align 8
+  br label %167, !llvm.loop !42
 
-214:
-  br label %215
-
-215:
-  %216 = load i64, ptr %25, align 8
-  %217 = add nsw i64 %216, 1
-  store i64 %217, ptr %25, align 8
-  br label %172, !llvm.loop !41
+213:
+  %214 = load i64, ptr %10, align 8
+  %215 = load i64, ptr %24, align 8
+  %216 = and i64 %215, -256
+  %217 = call i64 @most(i64 noundef %214, i64 noundef %216)
+  store i64 %217, ptr %28, align 8
+  br label %218
 
 218:
-  %219 = load i64, ptr %10, align 8
-  %220 = load i64, ptr %23, align 8
-  %221 = and i64 %220, -256
-  %222 = call i64 @most(i64 noundef %219, i64 noundef %221)
-  store i64 %222, ptr %27, align 8
-  br label %223
+  %219 = load i64, ptr %28, align 8
+  %220 = load i64, ptr %11, align 8
+  %221 = load i64, ptr %25, align 8
+  %222 = add nsw i64 %221, 1
+  %223 = call i64 @least(i64 noundef %220, i64 noundef %222)
+  %224 = icmp slt i64 %219, %223
+  br i1 %224, label %226, label %225
 
-223:
-  %224 = load i64, ptr %27, align 8
-  %225 = load i64, ptr %11, align 8
-  %226 = load i64, ptr %24, align 8
-  %227 = add nsw i64 %226, 1
-  %228 = call i64 @least(i64 noundef %225, i64 noundef %227)
-  %229 = icmp slt i64 %224, %228
-  br i1 %229, label %231, label %230
-
-230:
+225:
   store i32 11, ptr %16, align 4
-  br label %294
+  br label %289
 
-231:
-  %232 = load i64, ptr %11, align 8
-  %233 = load i64, ptr %24, align 8
-  %234 = add nsw i64 %233, 1
-  %235 = call i64 @least(i64 noundef %232, i64 noundef %234)
-  %236 = load i64, ptr %27, align 8
-  %237 = sub nsw i64 %235, %236
-  %238 = add nsw i64 %237, 16
-  %239 = sub nsw i64 %238, 1
-  %240 = and i64 %239, -16
-  store i64 %240, ptr %28, align 8
-  %241 = load i64, ptr %7, align 8
-  %242 = load ptr, ptr %5, align 8
-  %243 = getelementptr inbounds nuw %struct.Attention, ptr %242, i32 0, i32 9
-  %244 = load i64, ptr %243, align 8
-  %245 = mul nsw i64 %241, %244
-  %246 = load i64, ptr %27, align 8
-  %247 = add nsw i64 %245, %246
-  %248 = load i64, ptr %12, align 8
-  %249 = mul nsw i64 %247, %248
-  store i64 %249, ptr %29, align 8
-  %250 = load ptr, ptr %5, align 8
-  %251 = getelementptr inbounds nuw %struct.Attention, ptr %250, i32 0, i32 0
-  %252 = load ptr, ptr %251, align 8
-  %253 = load i64, ptr %7, align 8
-  %254 = load ptr, ptr %5, align 8
-  %255 = getelementptr inbounds nuw %struct.Attention, ptr %254, i32 0, i32 8
-  %256 = load i64, ptr %255, align 8
-  %257 = mul nsw i64 %253, %256
-  %258 = load i64, ptr %15, align 8
-  %259 = add nsw i64 %257, %258
-  %260 = load i64, ptr %12, align 8
-  %261 = mul nsw i64 %259, %260
-  %262 = getelementptr inbounds float, ptr %252, i64 %261
-  %263 = load ptr, ptr %5, align 8
-  %264 = getelementptr inbounds nuw %struct.Attention, ptr %263, i32 0, i32 1
-  %265 = load ptr, ptr %264, align 8
-  %266 = load i64, ptr %29, align 8
-  %267 = load i32, ptr %6, align 4
-  %268 = call ptr @element(ptr noundef %265, i64 noundef %266, i32 noundef %267)
-  %269 = load ptr, ptr %5, align 8
-  %270 = getelementptr inbounds nuw %struct.Attention, ptr %269, i32 0, i32 2
-  %271 = load ptr, ptr %270, align 8
-  %272 = load i64, ptr %29, align 8
-  %273 = load i32, ptr %6, align 4
-  %274 = call ptr @element(ptr noundef %271, i64 noundef %272, i32 noundef %273)
-  %275 = load ptr, ptr %18, align 8
-  %276 = load ptr, ptr %19, align 8
-  %277 = load ptr, ptr %20, align 8
-  %278 = load ptr, ptr %21, align 8
-  %279 = load ptr, ptr %22, align 8
-  %280 = load i64, ptr %17, align 8
-  %281 = load i64, ptr %27, align 8
+226:
+  %227 = load i64, ptr %11, align 8
+  %228 = load i64, ptr %25, align 8
+  %229 = add nsw i64 %228, 1
+  %230 = call i64 @least(i64 noundef %227, i64 noundef %229)
+  %231 = load i64, ptr %28, align 8
+  %232 = sub nsw i64 %230, %231
+  %233 = add nsw i64 %232, 16
+  %234 = sub nsw i64 %233, 1
+  %235 = and i64 %234, -16
+  store i64 %235, ptr %29, align 8
+  %236 = load i64, ptr %7, align 8
+  %237 = load ptr, ptr %5, align 8
+  %238 = getelementptr inbounds nuw %struct.Attention, ptr %237, i32 0, i32 9
+  %239 = load i64, ptr %238, align 8
+  %240 = mul nsw i64 %236, %239
+  %241 = load i64, ptr %28, align 8
+  %242 = add nsw i64 %240, %241
+  %243 = load i64, ptr %12, align 8
+  %244 = mul nsw i64 %242, %243
+  store i64 %244, ptr %30, align 8
+  %245 = load ptr, ptr %5, align 8
+  %246 = getelementptr inbounds nuw %struct.Attention, ptr %245, i32 0, i32 0
+  %247 = load ptr, ptr %246, align 8
+  %248 = load i64, ptr %7, align 8
+  %249 = load ptr, ptr %5, align 8
+  %250 = getelementptr inbounds nuw %struct.Attention, ptr %249, i32 0, i32 8
+  %251 = load i64, ptr %250, align 8
+  %252 = mul nsw i64 %248, %251
+  %253 = load i64, ptr %15, align 8
+  %254 = add nsw i64 %252, %253
+  %255 = load i64, ptr %12, align 8
+  %256 = mul nsw i64 %254, %255
+  %257 = getelementptr inbounds float, ptr %247, i64 %256
+  %258 = load ptr, ptr %5, align 8
+  %259 = getelementptr inbounds nuw %struct.Attention, ptr %258, i32 0, i32 1
+  %260 = load ptr, ptr %259, align 8
+  %261 = load i64, ptr %30, align 8
+  %262 = load i32, ptr %6, align 4
+  %263 = call ptr @element(ptr noundef %260, i64 noundef %261, i32 noundef %262)
+  %264 = load ptr, ptr %5, align 8
+  %265 = getelementptr inbounds nuw %struct.Attention, ptr %264, i32 0, i32 2
+  %266 = load ptr, ptr %265, align 8
+  %267 = load i64, ptr %30, align 8
+  %268 = load i32, ptr %6, align 4
+  %269 = call ptr @element(ptr noundef %266, i64 noundef %267, i32 noundef %268)
+  %270 = load ptr, ptr %19, align 8
+  %271 = load ptr, ptr %20, align 8
+  %272 = load ptr, ptr %21, align 8
+  %273 = load ptr, ptr %22, align 8
+  %274 = load ptr, ptr %23, align 8
+  %275 = load i64, ptr %17, align 8
+  %276 = load i64, ptr %28, align 8
+  %277 = load i64, ptr %29, align 8
+  %278 = call i64 @least(i64 noundef %277, i64 noundef 256)
+  %279 = load ptr, ptr %5, align 8
+  %280 = getelementptr inbounds nuw %struct.Attention, ptr %279, i32 0, i32 9
+  %281 = load i64, ptr %280, align 8
   %282 = load i64, ptr %28, align 8
-  %283 = call i64 @least(i64 noundef %282, i64 noundef 256)
-  %284 = load ptr, ptr %5, align 8
-  %285 = getelementptr inbounds nuw %struct.Attention, ptr %284, i32 0, i32 9
-  %286 = load i64, ptr %285, align 8
-  %287 = load i64, ptr %27, align 8
-  %288 = sub nsw i64 %286, %287
-  %289 = call i64 @least(i64 noundef %283, i64 noundef %288)
-  %290 = load i32, ptr %6, align 4
-  call void @attend_chunk(ptr noundef %262, ptr noundef %268, ptr noundef %274, ptr noundef %275, ptr noundef %276, ptr noundef %277, ptr noundef %278, ptr noundef %279, i64 noundef %280, i64 noundef %281, i64 noundef %289, i32 noundef %290)
-  br label %291
+  %283 = sub nsw i64 %281, %282
+  %284 = call i64 @least(i64 noundef %278, i64 noundef %283)
+  %285 = load i32, ptr %6, align 4
+  call void @attend_chunk(ptr noundef %257, ptr noundef %263, ptr noundef %269, ptr noundef %270, ptr noundef %271, ptr noundef %272, ptr noundef %273, ptr noundef %274, i64 noundef %275, i64 noundef %276, i64 noundef %284, i32 noundef %285)
+  br label %286
 
-291:
-  %292 = load i64, ptr %27, align 8
-  %293 = add nsw i64 %292, 256
-  store i64 %293, ptr %27, align 8
-  br label %223, !llvm.loop !42
+286:
+  %287 = load i64, ptr %28, align 8
+  %288 = add nsw i64 %287, 256
+  store i64 %288, ptr %28, align 8
+  br label %218, !llvm.loop !43
 
-294:
-  br label %295
+289:
+  br label %290
 
-295:
-  %296 = load i64, ptr %15, align 8
-  %297 = add nsw i64 %296, 16
-  store i64 %297, ptr %15, align 8
-  br label %113, !llvm.loop !43
+290:
+  %291 = load i64, ptr %15, align 8
+  %292 = add nsw i64 %291, 16
+  store i64 %292, ptr %15, align 8
+  br label %114, !llvm.loop !44
 
-298:
+293:
   ret void
 }
 
@@ -3463,7 +3561,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   br label %104
 
 104:
-  br label %34, !llvm.loop !44
+  br label %34, !llvm.loop !45
 
 105:
   store i64 0, ptr %27, align 8
@@ -3500,7 +3598,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %128 = getelementptr inbounds i32, ptr %126, i64 %127
   %129 = load i32, ptr %128, align 4
   %130 = load float, ptr %30, align 4
-  %131 = call float @soften(ptr noundef %119, i64 noundef %120, i64 noundef %121, i32 noundef %125, i32 noundef %129, float noundef %130, ptr noundef %29)
+  %131 = call float @softmax_weights(ptr noundef %119, i64 noundef %120, i64 noundef %121, i32 noundef %125, i32 noundef %129, float noundef %130, ptr noundef %29)
   %132 = load ptr, ptr %19, align 8
   %133 = load i64, ptr %27, align 8
   %134 = getelementptr inbounds float, ptr %132, i64 %133
@@ -3559,7 +3657,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %173 = load i64, ptr %32, align 8
   %174 = add nsw i64 %173, 1
   store i64 %174, ptr %32, align 8
-  br label %155, !llvm.loop !45
+  br label %155, !llvm.loop !46
 
 175:
   br label %176
@@ -3568,7 +3666,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %177 = load i64, ptr %27, align 8
   %178 = add nsw i64 %177, 1
   store i64 %178, ptr %27, align 8
-  br label %106, !llvm.loop !46
+  br label %106, !llvm.loop !47
 
 179:
   store i64 0, ptr %33, align 8
@@ -3672,7 +3770,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   br label %250
 
 250:
-  br label %180, !llvm.loop !47
+  br label %180, !llvm.loop !48
 
 251:
   ret void
@@ -3734,7 +3832,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %43 = load i32, ptr %12, align 4
   %44 = call i64 @bytes_of(i32 noundef %43)
   %45 = mul nsw i64 %42, %44
-  call void @ask_ahead(ptr noundef %40, i64 noundef %45, i64 noundef 8192)
+  call void @prefetch(ptr noundef %40, i64 noundef %45, i64 noundef 8192)
   store i32 0, ptr %18, align 4
   br label %46
 
@@ -3760,7 +3858,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %57 = load i32, ptr %18, align 4
   %58 = add nsw i32 %57, 1
   store i32 %58, ptr %18, align 4
-  br label %46, !llvm.loop !48
+  br label %46, !llvm.loop !49
 
 59:
   store i64 0, ptr %19, align 8
@@ -3791,7 +3889,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %74 = load i64, ptr %19, align 8
   %75 = add nsw i64 %74, 4
   store i64 %75, ptr %19, align 8
-  br label %60, !llvm.loop !49
+  br label %60, !llvm.loop !50
 
 76:
   %77 = getelementptr inbounds [20 x <4 x float>], ptr %17, i64 0, i64 0
@@ -3829,7 +3927,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %97 = load i32, ptr %21, align 4
   %98 = add nsw i32 %97, 4
   store i32 %98, ptr %21, align 4
-  br label %80, !llvm.loop !50
+  br label %80, !llvm.loop !51
 
 99:
   %100 = load i64, ptr %13, align 8
@@ -3901,7 +3999,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %146 = load i32, ptr %23, align 4
   %147 = add nsw i32 %146, 1
   store i32 %147, ptr %23, align 4
-  br label %107, !llvm.loop !51
+  br label %107, !llvm.loop !52
 
 148:
   br label %149
@@ -3910,7 +4008,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %150 = load i64, ptr %22, align 8
   %151 = add nsw i64 %150, 1
   store i64 %151, ptr %22, align 8
-  br label %101, !llvm.loop !52
+  br label %101, !llvm.loop !53
 
 152:
   store i32 0, ptr %25, align 4
@@ -3951,7 +4049,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %177 = load i32, ptr %25, align 4
   %178 = add nsw i32 %177, 1
   store i32 %178, ptr %25, align 4
-  br label %153, !llvm.loop !53
+  br label %153, !llvm.loop !54
 
 179:
   br label %180
@@ -3960,13 +4058,13 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %181 = load i64, ptr %14, align 8
   %182 = add nsw i64 %181, 4
   store i64 %182, ptr %14, align 8
-  br label %28, !llvm.loop !54
+  br label %28, !llvm.loop !55
 
 183:
   ret void
 }
 
-define internal float @soften(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4, float noundef %5, ptr noundef %6) #10 {
+define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4, float noundef %5, ptr noundef %6) #10 {
   %8 = alloca ptr, align 8
   %9 = alloca i64, align 8
   %10 = alloca i64, align 8
@@ -4018,7 +4116,7 @@ define internal float @soften(ptr noundef %0, i64 noundef %1, i64 noundef %2, i3
   %39 = load i32, ptr %16, align 4
   %40 = add nsw i32 %39, 1
   store i32 %40, ptr %16, align 4
-  br label %29, !llvm.loop !55
+  br label %29, !llvm.loop !56
 
 41:
   %42 = load float, ptr %13, align 4
@@ -4078,7 +4176,7 @@ define internal float @soften(ptr noundef %0, i64 noundef %1, i64 noundef %2, i3
   %82 = load i64, ptr %19, align 8
   %83 = add nsw i64 %82, 4
   store i64 %83, ptr %19, align 8
-  br label %45, !llvm.loop !56
+  br label %45, !llvm.loop !57
 
 84:
   %85 = load <4 x float>, ptr %17, align 16
@@ -4122,7 +4220,7 @@ define internal float @soften(ptr noundef %0, i64 noundef %1, i64 noundef %2, i3
   %106 = load i32, ptr %23, align 4
   %107 = add nsw i32 %106, 1
   store i32 %107, ptr %23, align 4
-  br label %87, !llvm.loop !57
+  br label %87, !llvm.loop !58
 
 108:
   store i64 0, ptr %24, align 8
@@ -4195,7 +4293,7 @@ define internal float @soften(ptr noundef %0, i64 noundef %1, i64 noundef %2, i3
   %161 = load i64, ptr %24, align 8
   %162 = add nsw i64 %161, 4
   store i64 %162, ptr %24, align 8
-  br label %109, !llvm.loop !58
+  br label %109, !llvm.loop !59
 
 163:
   %164 = load <4 x float>, ptr %18, align 16
@@ -4252,7 +4350,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %35 = load i64, ptr %13, align 8
   %36 = add nsw i64 %35, 16
   store i64 %36, ptr %13, align 8
-  br label %17, !llvm.loop !59
+  br label %17, !llvm.loop !60
 
 37:
   br label %38
@@ -4283,7 +4381,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %56 = load i64, ptr %13, align 8
   %57 = add nsw i64 %56, 4
   store i64 %57, ptr %13, align 8
-  br label %38, !llvm.loop !60
+  br label %38, !llvm.loop !61
 
 58:
   br label %59
@@ -4366,7 +4464,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %113 = load i64, ptr %16, align 8
   %114 = add nsw i64 %113, 1
   store i64 %114, ptr %16, align 8
-  br label %70, !llvm.loop !61
+  br label %70, !llvm.loop !62
 
 115:
   br label %116
@@ -4375,7 +4473,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %117 = load i32, ptr %14, align 4
   %118 = add nsw i32 %117, 1
   store i32 %118, ptr %14, align 4
-  br label %64, !llvm.loop !62
+  br label %64, !llvm.loop !63
 
 119:
   br label %120
@@ -4384,7 +4482,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %121 = load i64, ptr %13, align 8
   %122 = add nsw i64 %121, 1
   store i64 %122, ptr %13, align 8
-  br label %59, !llvm.loop !63
+  br label %59, !llvm.loop !64
 
 123:
   ret void
@@ -4454,7 +4552,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %51 = load i32, ptr %16, align 4
   %52 = add nsw i32 %51, 1
   store i32 %52, ptr %16, align 4
-  br label %24, !llvm.loop !64
+  br label %24, !llvm.loop !65
 
 53:
   store i64 0, ptr %17, align 8
@@ -4485,7 +4583,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %70 = load i32, ptr %14, align 4
   %71 = call i64 @bytes_of(i32 noundef %70)
   %72 = mul nsw i64 %69, %71
-  call void @ask_ahead(ptr noundef %66, i64 noundef %72, i64 noundef 8192)
+  call void @prefetch(ptr noundef %66, i64 noundef %72, i64 noundef 8192)
   store i32 0, ptr %20, align 4
   br label %73
 
@@ -4557,7 +4655,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %121 = load i32, ptr %22, align 4
   %122 = add nsw i32 %121, 1
   store i32 %122, ptr %22, align 4
-  br label %87, !llvm.loop !65
+  br label %87, !llvm.loop !66
 
 123:
   br label %124
@@ -4566,7 +4664,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %125 = load i32, ptr %20, align 4
   %126 = add nsw i32 %125, 1
   store i32 %126, ptr %20, align 4
-  br label %73, !llvm.loop !66
+  br label %73, !llvm.loop !67
 
 127:
   br label %128
@@ -4575,7 +4673,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %129 = load i64, ptr %17, align 8
   %130 = add nsw i64 %129, 1
   store i64 %130, ptr %17, align 8
-  br label %54, !llvm.loop !67
+  br label %54, !llvm.loop !68
 
 131:
   store i32 0, ptr %23, align 4
@@ -4619,7 +4717,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %159 = load i32, ptr %23, align 4
   %160 = add nsw i32 %159, 1
   store i32 %160, ptr %23, align 4
-  br label %132, !llvm.loop !68
+  br label %132, !llvm.loop !69
 
 161:
   ret void
@@ -4658,26 +4756,26 @@ attributes #14 = { nounwind }
 !12 = distinct !{!12, !7}
 !13 = distinct !{!13, !7}
 !14 = distinct !{!14, !7}
-!15 = distinct !{!15, !7, !16}
-!16 = !{!"llvm.loop.unroll.full"}
-!17 = distinct !{!17, !7, !16}
-!18 = distinct !{!18, !7, !16}
-!19 = distinct !{!19, !7}
+!15 = distinct !{!15, !7}
+!16 = distinct !{!16, !7, !17}
+!17 = !{!"llvm.loop.unroll.full"}
+!18 = distinct !{!18, !7, !17}
+!19 = distinct !{!19, !7, !17}
 !20 = distinct !{!20, !7}
-!21 = distinct !{!21, !7, !16}
-!22 = distinct !{!22, !7, !16}
-!23 = distinct !{!23, !7, !16}
-!24 = distinct !{!24, !7}
+!21 = distinct !{!21, !7}
+!22 = distinct !{!22, !7, !17}
+!23 = distinct !{!23, !7, !17}
+!24 = distinct !{!24, !7, !17}
 !25 = distinct !{!25, !7}
-!26 = distinct !{!26, !7, !16}
-!27 = distinct !{!27, !7}
+!26 = distinct !{!26, !7}
+!27 = distinct !{!27, !7, !17}
 !28 = distinct !{!28, !7}
-!29 = distinct !{!29, !7, !16}
-!30 = distinct !{!30, !7}
-!31 = distinct !{!31, !7, !16}
-!32 = distinct !{!32, !7, !16}
-!33 = distinct !{!33, !7, !16}
-!34 = distinct !{!34, !7}
+!29 = distinct !{!29, !7}
+!30 = distinct !{!30, !7, !17}
+!31 = distinct !{!31, !7}
+!32 = distinct !{!32, !7, !17}
+!33 = distinct !{!33, !7, !17}
+!34 = distinct !{!34, !7, !17}
 !35 = distinct !{!35, !7}
 !36 = distinct !{!36, !7}
 !37 = distinct !{!37, !7}
@@ -4691,24 +4789,25 @@ attributes #14 = { nounwind }
 !45 = distinct !{!45, !7}
 !46 = distinct !{!46, !7}
 !47 = distinct !{!47, !7}
-!48 = distinct !{!48, !7, !16}
-!49 = distinct !{!49, !7}
-!50 = distinct !{!50, !7, !16}
-!51 = distinct !{!51, !7}
+!48 = distinct !{!48, !7}
+!49 = distinct !{!49, !7, !17}
+!50 = distinct !{!50, !7}
+!51 = distinct !{!51, !7, !17}
 !52 = distinct !{!52, !7}
-!53 = distinct !{!53, !7, !16}
-!54 = distinct !{!54, !7}
-!55 = distinct !{!55, !7, !16}
-!56 = distinct !{!56, !7}
-!57 = distinct !{!57, !7, !16}
-!58 = distinct !{!58, !7}
+!53 = distinct !{!53, !7}
+!54 = distinct !{!54, !7, !17}
+!55 = distinct !{!55, !7}
+!56 = distinct !{!56, !7, !17}
+!57 = distinct !{!57, !7}
+!58 = distinct !{!58, !7, !17}
 !59 = distinct !{!59, !7}
 !60 = distinct !{!60, !7}
 !61 = distinct !{!61, !7}
 !62 = distinct !{!62, !7}
 !63 = distinct !{!63, !7}
-!64 = distinct !{!64, !7, !16}
-!65 = distinct !{!65, !7, !16}
-!66 = distinct !{!66, !7, !16}
-!67 = distinct !{!67, !7}
-!68 = distinct !{!68, !7, !16}
+!64 = distinct !{!64, !7}
+!65 = distinct !{!65, !7, !17}
+!66 = distinct !{!66, !7, !17}
+!67 = distinct !{!67, !7, !17}
+!68 = distinct !{!68, !7}
+!69 = distinct !{!69, !7, !17}

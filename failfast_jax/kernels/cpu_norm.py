@@ -24,7 +24,7 @@ def supports(*, width: int, dtype: DTypeLike) -> str | None:
       width: rows of a sequence.
       dtype: of the rows.
     """
-    if cpu_kernels.lanes() is None:
+    if cpu_kernels.vector_lanes() is None:
         return NO_UNIT
     if not 1 <= width <= MAX_WIDTH:
         return f"1 to {MAX_WIDTH} rows, not {width}"

@@ -27,7 +27,7 @@ def supports(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
       outputs: rows of the weight.
       dtype: of the weight.
     """
-    if cpu_kernels.lanes() is None:
+    if cpu_kernels.vector_lanes() is None:
         return NO_UNIT
     # Of more rows XLA's product of float32 is as fast; of narrower weights it would make copies, of a whole model.
     if width < 1 or (width > MAX_WIDTH and jnp.dtype(dtype) == jnp.float32):

@@ -29,7 +29,7 @@ def refuses(case: AttentionCase) -> str | None:
 
 
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
-    """Computes what `plain_attention.attend` does; costs follow the capacity."""
+    """Same result as `plain_attention.attend`; time and memory grow with the capacity, not with `live`."""
     k, v = (layer.transpose(0, 2, 1, 3) for layer in cache)
     mask = window.live_mask(q.shape[1], k.shape[1])
     # It adds the mask to the scores, so that a hidden key of NaN (see `plain_attention.contained`) would not stay so.

@@ -15,7 +15,7 @@ from failfast_jax.kernels.plain_attention import write_window
 from failfast_jax.models.model_config import ModelConfig
 
 TPU_TILE = 512
-"""Capacities that the TPU kernel reads in tiles of so many positions: at half the time a position of 128."""
+"""Positions per tile of the TPU kernel; tiles of 512 take half the time per position of tiles of 128."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -25,8 +25,8 @@ def round_up(value: int, multiple: int) -> int:
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every layer. What is valid is decided by whoever holds the lengths: moving a
-    length back is all that a rejection costs."""
+    """Keys and values of every layer. It stores no lengths: its owner does, so rejecting tokens only moves a length
+    back."""
 
     k: tuple[Float[Array, "B K S H"], ...]
     """Rotated keys, one array a layer: batch, KV heads, capacity in positions, head dimension."""

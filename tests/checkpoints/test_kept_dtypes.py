@@ -17,7 +17,7 @@ from failfast_jax import FailFast, load_model
 from failfast_jax.kernels import cpu_kernels
 from failfast_jax.models.quantization import parameter_bytes
 
-pytestmark = pytest.mark.skipif(cpu_kernels.lanes() is None, reason=cpu_kernels.NO_UNIT)
+pytestmark = pytest.mark.skipif(cpu_kernels.vector_lanes() is None, reason=cpu_kernels.NO_UNIT)
 FIELD = GOLDEN / "field"
 
 

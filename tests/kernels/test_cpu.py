@@ -143,7 +143,7 @@ def test_rows_that_are_no_float32_are_refused():
 
 def test_what_is_shipped_is_what_the_c_file_says():
     pytest.importorskip("ziglang")
-    for width in compile_cpu_kernels.WIDTHS:
+    for width in compile_cpu_kernels.LANES:
         shipped = Path(cpu_kernels.__file__).with_name(f"cpu_kernels_{width}.ll").read_text()
         assert shipped == compile_cpu_kernels.compiled(width), "python -m failfast_jax.kernels.compile_cpu_kernels"
 

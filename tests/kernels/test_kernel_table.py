@@ -110,7 +110,7 @@ def test_limits_of_windows_and_caches(file):
 
 def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
     cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
-    assert kernel_of(cpu, BF16, 128) == ("cpu" if cpu_kernels.lanes() else "reference")
+    assert kernel_of(cpu, BF16, 128) == ("cpu" if cpu_kernels.vector_lanes() else "reference")
     assert kernel_of(cpu, "float64", 64) == "reference" and unserved(cpu, dtype="float64", head_dim=64)
     for kernel in ("reference", "xla", SIMULATED_TPU):
         assert refusal(kernel, cpu, dtype=F16, head_dim=100) is None

@@ -32,8 +32,8 @@ def found_models(
     """Chooses the drafter that a method needs, and finds both models, downloading them where needed, before the first
     one is read.
 
-    The embedded drafter drafts up to 7 tokens. The schedule `aligned` needs whole blocks and a cache of its own: with
-    it the default target itself drafts, untrained.
+    The embedded drafter drafts up to 7 tokens. `fast-dllm`, `specdiff` and the schedule `aligned` need whole blocks and
+    a cache of their own: with them the default target itself drafts, untrained.
 
     Args:
       target: a model or its source; None: the default target.
@@ -62,7 +62,7 @@ def found_models(
             needed = f"needs --drafter, a model of kind {' or '.join(taker.kinds)}"
             place = f" for {target}" if isinstance(target, (str, os.PathLike)) else ""
             raise OptionError(f"--method {method}: {needed}{place}")
-        drafter = embedded_drafter()
+        drafter = embedded_drafter() if FEATURE_BLOCK in taker.kinds else None
         is_untrained = drafter is None or (method == "failfast" and options.schedule == "aligned")
     sources = {"--target": target, "--drafter": drafter}
     find_models({flag: source for flag, source in sources.items() if isinstance(source, (str, os.PathLike))})

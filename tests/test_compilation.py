@@ -98,7 +98,7 @@ def test_bound_values_are_part_of_the_key(function, other):
 
 
 def test_no_static_field_of_a_drafter_can_be_forgotten():
-    changes = [{"spec_len": 2}, {"max_spec_len": 7}, {"vocab": VOCAB - 1}, {"sampled": True}, {"alternatives": 2}]
+    changes = [{"spec_len": 2}, {"max_spec_len": 7}, {"vocab": VOCAB - 1}, {"sampled": True}]
     others = [{"rule": Never()}, {"model": small_model(block_size=16)}, {"model": small_model(num_layers=2)}]
     for change in changes + others:
         assert key_of(wide(**change)) != key_of(wide()), change.keys()

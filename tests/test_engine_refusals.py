@@ -40,7 +40,7 @@ def test_an_untrained_drafter_shares_its_targets_weights():
 
 
 SPEC_LEN_9, STEPS = {"spec_len": 9, "max_spec_len": 9}, {"method": "specdiff"}
-TREE, ALIGNED = {"tree_budget": 16}, {"schedule": "aligned"}
+ALIGNED = {"schedule": "aligned"}
 REJECTION = {"acceptance": "rejection"}
 REFUSED = [
     ({"tau": float("nan")}, "--tau nan"),
@@ -59,12 +59,8 @@ REFUSED = [
     ({"rule": "congestion", "tau": 0.0}, "--tau 0.0: not with --rule congestion"),
     ({"rule": "luck"}, "--rule luck: must be 'confidence' or 'congestion'"),
     (SPEC_LEN_9 | {"reuse": True}, "--reuse: drafts of --spec-len 9 leave no room"),
-    (TREE | ALIGNED, "--tree-budget 16: not with --schedule aligned"),
-    (TREE | {"exact": True}, "--tree-budget 16: not with --exact"),
-    (TREE | {"reuse": True}, "--tree-budget 16: not with --reuse"),
-    (TREE | {"max_spec_len": 20}, "--tree-budget 16: must be at least the longest draft, 20 tokens"),
+    ({"tree_budget": 16}, "--tree-budget 16: --method failfast has no such option, only --method eagle3"),
     # Drafts that are not sampled from left to right.
-    (REJECTION | TREE, "--tree-budget 16: not with --acceptance rejection"),
     (REJECTION | {"method": "lookup"}, "--acceptance rejection: "),
     (REJECTION | ALIGNED, "--schedule aligned: not with --acceptance rejection"),
     (REJECTION | {"method": "auto"}, "--acceptance rejection: "),
@@ -74,7 +70,7 @@ REFUSED = [
 ]
 REFUSED_EXTENDED = [
     ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
-    (STEPS | {"steps": 4, "spec_len": 3}, "--steps 4: must be at most --spec-len 3"),
+    ({"method": "fast-dllm"}, "method fast-dllm needs a drafter of kind block-diffusion"),
     (ALIGNED, "--schedule aligned: needs a drafter of kind block-diffusion"),
     ({"block_size": 8}, "--block-size 8"),
     ({"reuse": True}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),

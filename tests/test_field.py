@@ -1,17 +1,15 @@
 """Published models and drafters against what the public code computed on them (see tests/fixtures/golden/README.md)."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN
-from safetensors.numpy import load_file, save_file
+from checkpoint_files import GOLDEN, hf_folder, tensors_of
 from tiers import tiers
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
-from failfast_jax.checkpoints.model_folder import read_pair
+from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
 FIELD = GOLDEN / "field"
@@ -125,51 +123,41 @@ def test_block_drafters_draft_as_published(name, key):
             np.testing.assert_allclose(ours.confidence, theirs.get("confidence", ours.confidence), atol=2e-4)
 
 
-def drafter_folder(tmp_path, name: str, tensors: dict | None = None, **changes) -> Path:
-    """A copy of a published folder, with other tensors or keys of `config.json`; None removes a key."""
-    config = json.loads((FIELD / name / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
-    save_file(load_file(FIELD / name / "model.safetensors") if tensors is None else tensors, tmp_path / WEIGHTS)
-    return tmp_path
+@pytest.fixture(scope="module")
+def qwen3():
+    return load_model(FIELD / "qwen3_a")
 
 
-WEIGHTS = "model.safetensors"
+DSPARK, DFLASH = "dspark_qwen3_a", "dflash_qwen3_a"
 BAD_KEYS = [
-    ("dspark_qwen3_a", {"num_target_layers": 36}, "a target with layers 36; the target model has 8"),
-    ("dspark_qwen3_a", {"vocab_size": 151936}, "a target with vocabulary 151936; the target model has 160"),
-    ("dflash_qwen3_a", {"hidden_size": 128}, "a target with hidden size 128; the target model has 64"),
-    ("dspark_qwen3_a", {"target_layer_ids": [0, 8]}, "reads the target's layer 8; the target model has 8"),
-    ("dspark_qwen3_a", {"target_layer_ids": "all"}, "key 'target_layer_ids' must be a list of layer numbers"),
-    ("dflash_qwen3_a", {"dflash_config": None}, "key 'target_layer_ids' must be a list"),
-    (
-        "dflash_qwen3_a",
-        {"block_size": 1},
-        "key 'block_size' must be an integer from 2 .* got 1",
-    ),
-    ("dspark_qwen3_a", {"block_size": "7"}, "key 'block_size' must be an integer from 1 .* got '7'"),
-    (
-        "dflash_qwen3_a",
-        {"block_size": 100_000},
-        "key 'block_size' must be an integer from 2 to 512, got 100000",
-    ),
-    ("dspark_qwen3_a", {"mask_token_id": 160}, "mask token 160 is outside the vocabulary of 160"),
-    ("dspark_qwen3_a", {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported"),
-    ("dspark_qwen3_a", {"markov_rank": 0}, "confidence_head_with_markov needs a Markov head"),
-    ("dspark_qwen3_a", {"markov_rank": 8}, "markov_head.markov_w1.weight is .160, 16.*not .160, 8"),
-    ("dspark_qwen3_a", {"layer_types": ["sliding_attention"] * 2}, "'sliding_window' must be an integer from 1"),
-    ("dspark_qwen3_a", {"layer_types": ["full_attention"]}, "'layer_types' must name .* for 2 layers"),
-    ("dspark_qwen3_a", {"draft_vocab_size": 96}, "tensor d2t is missing"),
+    (DSPARK, {"num_target_layers": 36}, "a target with layers 36; the target model has 8"),
+    (DSPARK, {"vocab_size": 151936}, "a target with vocabulary 151936; the target model has 160"),
+    (DFLASH, {"hidden_size": 128}, "a target with hidden size 128; the target model has 64"),
+    (DSPARK, {"target_layer_ids": [0, 8]}, "reads the target's layer 8; the target model has 8"),
+    (DSPARK, {"target_layer_ids": "all"}, "key 'target_layer_ids' must be a list of layer numbers"),
+    (DFLASH, {"dflash_config": None}, "key 'target_layer_ids' must be a list"),
+    (DFLASH, {"block_size": 1}, "key 'block_size' must be an integer from 2 .* got 1"),
+    (DSPARK, {"block_size": "7"}, "key 'block_size' must be an integer from 1 .* got '7'"),
+    (DFLASH, {"block_size": 100_000}, "key 'block_size' must be an integer from 2 to 512, got 100000"),
+    (DSPARK, {"mask_token_id": 160}, "mask token 160 is outside the vocabulary of 160"),
+    (DSPARK, {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported"),
+    (DSPARK, {"markov_rank": 0}, "confidence_head_with_markov needs a Markov head"),
+    (DSPARK, {"markov_rank": 8}, "markov_head.markov_w1.weight is .160, 16.*not .160, 8"),
+    (DSPARK, {"layer_types": ["sliding_attention"] * 2}, "'sliding_window' must be an integer from 1"),
+    (DSPARK, {"layer_types": ["full_attention"]}, "'layer_types' must name .* for 2 layers"),
+    (DSPARK, {"draft_vocab_size": 96}, "tensor d2t is missing"),
+    (DSPARK, {"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel are not read .read are DFlash"),
 ]
 
 
 @pytest.mark.parametrize("name, changes, message", BAD_KEYS)
 def test_bad_configurations_are_named(tmp_path, qwen3, name, changes, message):
     with pytest.raises((ConfigError, CheckpointError), match=message):
-        read_pair(qwen3, drafter_folder(tmp_path, name, **changes))
+        read_pair(qwen3, hf_folder(tmp_path, f"field/{name}", **changes))
 
 
 def test_damaged_folders_are_named(tmp_path, qwen3):
-    tensors = load_file(FIELD / "dspark_qwen3_a" / WEIGHTS)
+    tensors = tensors_of(f"field/{DSPARK}")
     for changed, message in (
         ({k: v for k, v in tensors.items() if k != "fc.weight"}, "missing tensors: fc.weight"),
         (tensors | {"gate.weight": tensors["norm.weight"]}, "unexpected tensors: gate.weight"),
@@ -177,24 +165,16 @@ def test_damaged_folders_are_named(tmp_path, qwen3):
         (tensors | {"lm_head.weight": tensors["lm_head.weight"][1:]}, "lm_head.weight is .159, 64.*not .160, 64"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            load_dspark(drafter_folder(tmp_path, "dspark_qwen3_a", changed), qwen3)
-    file = drafter_folder(tmp_path, "dspark_qwen3_a") / WEIGHTS
+            load_dspark(hf_folder(tmp_path, f"field/{DSPARK}", changed), qwen3)
+    file = hf_folder(tmp_path, f"field/{DSPARK}") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=f"{WEIGHTS}: truncated .* download it again"):
+    with pytest.raises(CheckpointError, match="model.safetensors: truncated .* download it again"):
         load_dspark(tmp_path, qwen3)
     file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"only pickled weights .*weights_only=True"):
         load_dspark(tmp_path, qwen3)
 
 
-@pytest.fixture(scope="module")
-def qwen3():
-    return load_model(FIELD / "qwen3_a")
-
-
-def test_what_is_not_read_is_named(tmp_path, qwen3):
-    folder = drafter_folder(tmp_path, "dspark_qwen3_a", architectures=["DFlash2DraftModel"])
-    with pytest.raises(ConfigError, match="DFlash2DraftModel are not read .read are DFlash"):
-        read_pair(qwen3, folder)
+def test_a_drafter_is_no_target():
     with pytest.raises(ConfigError, match="a drafter, which cannot be a target; name it with --drafter"):
-        read_pair(FIELD / "dflash_qwen3_a")
+        read_pair(FIELD / DFLASH)

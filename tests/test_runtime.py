@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +12,8 @@ from hypothesis import strategies as st
 from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
-from failfast_jax.decoding.decode_state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.decode_state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.decoding.stopping import BelowThreshold
-from failfast_jax.decoding.width_plan import Plan
 from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.errors import OptionError, PromptError
@@ -149,20 +146,6 @@ def test_the_sequence_keys_the_noise_and_the_row_does_not():
     assert progress.ids[0] == progress.ids[2] != progress.ids[1]
 
 
-def test_slices_equal_the_whole():
-    work = session("wide", 3)
-    requests = [Request(prompt=(row + 2,) * 5, max_new_tokens=30) for row in range(3)]
-    state, seen = work.prefill(requests), [[], [], []]
-    while True:
-        state = work.advance(state, 1)
-        progress = work.read(state)
-        assert all(now[: len(earlier)] == earlier for now, earlier in zip(progress.ids, seen))
-        seen = progress.ids
-        if RUNNING not in progress.finish:
-            break
-    assert_as_alone("wide", state, requests)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slice_may_end_with_the_first_row_that_finishes(kind):
     work = session(kind, 3)
@@ -199,29 +182,6 @@ def test_prefill_may_be_done_in_chunks():
     assert_as_alone("wide", work.advance(state), [request])
 
 
-def test_a_round_in_its_three_parts():
-    work = session("wide", 1)
-    request = Request(prompt=(2, 3, 4, 2, 3, 4), max_new_tokens=24)
-    state = work.prefill([request])
-    while RUNNING in work.read(state).finish:
-        proposal, state = work.draft(state)
-        verified, state = work.verify(state, proposal)
-        state = work.commit(state, proposal, verified)
-    assert_as_alone("wide", state, [request])
-
-
-def test_any_draft_can_be_verified_at_any_width():
-    """A timing of a verify of 8 rows needs this."""
-    work = runtime().session(Drafter(), capacity=CAPACITY, plan=Plan((8,), (8,), (8,)))
-    state = work.start([Request(prompt=(2,) * 30, max_new_tokens=8)])
-    proposal = Draft.empty(1, 7).replace(length=jnp.asarray([7], jnp.int32))
-    verified, state = work.verify(state, proposal)
-    assert verified.picks.shape == (1, 8)
-    with count_compiles() as compiled:
-        work.verify(state, proposal)
-    assert compiled.requests == 0
-
-
 def add(x, y, *, factor):
     return x + factor * y
 
@@ -245,10 +205,6 @@ def test_requests_that_cannot_be_served():
     state = work.prefill([request] * 3)
     with pytest.raises(ValueError, match="row 3: there are 3"):
         work.insert(state, 3, single.prefill([request]))
-    with pytest.raises(ValueError, match="batch 1, the same drafter and capacity"):
-        work.insert(state, 0, session("wide", 1).prefill([request]))
-    with pytest.raises(ValueError, match="batch 1, the same drafter and capacity"):
-        work.insert(state, 0, work.prefill([request] * 3))
     with pytest.raises(OptionError, match="--max-seq-len 200: must be between 2 and the context of 128"):
         Runtime(runtime().target, max_seq_len=200)
     with pytest.raises(PromptError, match="the prompt of 128 tokens does not fit"):

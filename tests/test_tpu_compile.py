@@ -31,7 +31,7 @@ def compiled(topology: str, *methods: str) -> dict:
 
 
 METHODS = (
-    *("auto", "failfast", "extended", "reuse", "trees", "ar", "lookup", "suffix"),
+    *("auto", "failfast", "extended", "reuse", "ar", "lookup", "suffix"),
     *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree", "eagle-auto"),
     *("dllm", "dllm-spiffy", "dllm-spiffy-cache", "dllm-sdar", "dllm-sdar-spiffy"),
 )

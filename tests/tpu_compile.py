@@ -7,7 +7,6 @@ when JAX is first imported.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -100,7 +99,6 @@ def widened(text: str, shapes: set[tuple[int, ...]]) -> list[str]:
 VARIANTS = {
     "extended": {"method": "failfast"},
     "reuse": {"method": "failfast", "reuse": True},
-    "trees": {"method": "failfast", "tree_budget": 63},
     "sampled": {"method": "failfast", "acceptance": "rejection"},
     "dspark-failfast": {"method": "failfast", "max_spec_len": 14},
     "eagle-chain": {"method": "eagle3", "spec_len": 7},
@@ -172,9 +170,8 @@ def diffusion_loop(platform: str, method: str):
         return diffusion_decoding.init_state(model, prompts=prompts(), capacity=ROOM, **ends, **room)
 
     def generate(model, state, threshold, graph, most):
-        step = diffusion_decoding.step if graph is None else functools.partial(draft_states.step, graph=graph)
         schedule = diffusion_decoding.BlockSchedule(**static)
-        return diffusion_decoding.generate(model, state, threshold, most, schedule=schedule, step=step)
+        return draft_states.generate(model, state, threshold, graph, most, schedule=schedule)
 
     return generate, (model, jax.eval_shape(init, model), np.float32(1), graph, np.int32(0))
 

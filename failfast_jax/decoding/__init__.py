@@ -9,14 +9,6 @@ state is (NNX modules and `flax.struct` dataclasses), so they are arguments like
     state = init_state(target, drafter, prompts, max_new_tokens, capacity=256, plan=plan)
     state = prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
     state = jax.jit(generate, static_argnames="plan", donate_argnames="state")(target, drafter, state, plan=plan)
-
-Modules:
-
-expansion.py          Algorithm 1 of the paper         stopping.py       stopping rules of drafts
-decode_round.py       a round: draft, verify, commit   verification.py   chains and trees of tokens
-drafter.py            the interface of drafters        decode_state.py   the loop's state
-width_plan.py         static widths                    exact_widths.py   widths whose rows are bit-identical
-picking.py            the target's picks               diffusion_decoding.py   block diffusion without a target
 """
 
 from failfast_jax.decoding.decode_round import (
@@ -29,7 +21,6 @@ from failfast_jax.decoding.decode_round import (
     prefill_chunk,
     step,
     stop_tokens,
-    verify,
 )
 from failfast_jax.decoding.decode_state import Prompts
 from failfast_jax.decoding.drafter import Drafter
@@ -41,6 +32,7 @@ from failfast_jax.decoding.stopping import (
     Never,
     StopRule,
 )
+from failfast_jax.decoding.verification import verify
 from failfast_jax.decoding.width_plan import Plan, buffer_length, make_plan, prefill_schedule
 
 __all__ = [

@@ -28,7 +28,7 @@ from failfast_jax.decoding.decode_state import (
 )
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.picking import agreeing_prefix, emitted_count
-from failfast_jax.decoding.verification import verify_chain, verify_tree
+from failfast_jax.decoding.verification import verify
 from failfast_jax.decoding.width_plan import Plan, buffer_length, prefill_schedule
 from failfast_jax.decoding.windows import gather_window, place, write_rows
 from failfast_jax.models.transformer import Decoder
@@ -140,9 +140,7 @@ def prefill_chunk(
 def prefill(target: Decoder, drafter: Drafter, state: DecodeState, *, prompt_tokens: int, plan: Plan) -> DecodeState:
     """Runs all prefill chunks in one trace: caches the prompts that `init_state` committed, for `step` and `generate`.
 
-    Args:
-      prompt_tokens: tokens of the longest prompt, static.
-      plan: that of the state.
+    `prompt_tokens` are those of the longest prompt, static; `plan` is that of the state.
     """
     for start, chunk in prefill_schedule(prompt_tokens, drafter, plan, state.tokens.shape[1]):
         state = prefill_chunk(target, drafter, state, jnp.int32(start), **chunk)
@@ -154,21 +152,6 @@ def draft(drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
     """First part of a round: returns a proposal of 0 to `drafter.max_draft` tokens per sequence, and the state."""
     proposal, drafter_state = drafter.draft(state.drafter, state.committed)
     return proposal, state.replace(drafter=drafter_state)
-
-
-@jax.named_scope("verify")
-def verify(
-    target: Decoder, drafter: Drafter, state: DecodeState, proposal: Draft, *, plan: Plan
-) -> tuple[Verified, DecodeState]:
-    """Second part: returns the target's picks after the last committed token and along the draft, and the state.
-
-    Args:
-      proposal: from `draft`, up to M tokens per sequence.
-      plan: that of the state; the pass has the narrowest of its widths that holds the longest draft and a token (under
-        a `constant` plan there are as many passes as it takes).
-    """
-    verifier = verify_tree if drafter.shape.tree else verify_chain
-    return verifier(target, drafter.shape.feature_layers, state, proposal, plan)
 
 
 @jax.named_scope("commit")
@@ -186,16 +169,11 @@ def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Veri
     """
     before, running = state.committed, state.running
     count, finish = _ending(state, verified)
+    keep = jnp.arange(verified.picks.shape[1]) < count[:, None]
     texts, news = (state.tokens, state.logprobs), (verified.picks, verified.logprobs)
-    keep = _below(count, verified.picks)
     tokens, logprobs = jax.tree.map(lambda text, new: place(text, state.length, new, keep), texts, news)
-    state = state.replace(
-        tokens=tokens,
-        logprobs=logprobs,
-        length=state.length + count,
-        finish=finish,
-        log=_logged(state.log, running, proposal, verified, count),
-    )
+    log = _logged(state.log, running, proposal, verified, count)
+    state = state.replace(tokens=tokens, logprobs=logprobs, length=state.length + count, finish=finish, log=log)
     text = gather_window(state.tokens, before.length, proposal.tokens.shape[1])
     agreed = agreeing_prefix(proposal.tokens, jnp.minimum(proposal.length, count), text)
     outcome = Outcome(before, state.committed, proposal, agreed, verified.features)
@@ -213,10 +191,6 @@ def _ending(state: DecodeState, verified: Verified) -> tuple[Int[Array, " B"], I
     return count, jnp.where(state.running, jnp.where(failed, FAILED, finish), state.finish)
 
 
-def _below(count: Int[Array, " B"], rows: Array) -> Bool[Array, "B W"]:
-    return jnp.arange(rows.shape[1]) < count[:, None]
-
-
 def _logged(
     log: RoundLog, running: Bool[Array, " B"], proposal: Draft, verified: Verified, emitted: Int[Array, " B"]
 ) -> RoundLog:
@@ -229,13 +203,17 @@ def _logged(
 
     drafted, tree = proposal.tokens, proposal.tree
     if tree is not None:  # the accepted path over the beginning of the draft
-        drafted = jnp.where(_below(verified.accepted, drafted), verified.picks[:, :-1], drafted)
-        tree = tree.replace(confidence=None)
-    entry = {name: getattr(proposal, name) for name in ("forecast", "confidence", "passes")}
-    entry |= {"drafted": drafted, "tree": tree, "draft_length": proposal.length}
-    entry |= {"accepted": verified.accepted, "emitted": emitted}
+        on_path = jnp.arange(drafted.shape[1]) < verified.accepted[:, None]
+        drafted, tree = jnp.where(on_path, verified.picks[:, :-1], drafted), tree.replace(confidence=None)
     return log.replace(
-        **{name: jax.tree.map(put, getattr(log, name), value) for name, value in entry.items()},
+        drafted=put(log.drafted, drafted),
+        confidence=put(log.confidence, proposal.confidence),
+        draft_length=put(log.draft_length, proposal.length),
+        accepted=put(log.accepted, verified.accepted),
+        emitted=put(log.emitted, emitted),
+        passes=put(log.passes, proposal.passes),
+        tree=jax.tree.map(put, log.tree, tree),
+        forecast=jax.tree.map(put, log.forecast, proposal.forecast),
         rounds=log.rounds + running,
         target_passes=log.target_passes + jnp.where(running, verified.passes, 0),
         drafter_passes=log.drafter_passes + jnp.max(proposal.passes),
@@ -278,7 +256,7 @@ def generate(
     *,
     plan: Plan,
 ) -> DecodeState:
-    """Runs rounds until every sequence is finished, or at most `rounds` more, without the host in between.
+    """Runs rounds until every sequence is finished, without the host in between.
 
     Args:
       state: from `prefill` or an earlier call; it may be donated.
@@ -287,7 +265,6 @@ def generate(
       plan: that of the state, static.
 
     Returns:
-      The state: sequence b's text is `tokens[b, :length[b]]`, its prompt included, `finish[b]` says why it ended, and
-      `log` has the rounds.
+      The state: sequence b's text is `tokens[b, :length[b]]`, its prompt included.
     """
     return loop(lambda s: step(target, drafter, s, plan=plan), state, rounds, until_any)

@@ -81,14 +81,6 @@ class Tree:
 
 
 @flax.struct.dataclass
-class Alternatives:
-    """The next best tokens of each drafted position, best first."""
-
-    tokens: Int[Array, "B M K"]
-    probability: Float[Array, "B M K"]
-
-
-@flax.struct.dataclass
 class Forecast:
     """Tokens and time that a round chosen by costs should emit and take."""
 
@@ -113,8 +105,6 @@ class Draft:
     q: Float[Array, "B M U"] | None = None
     """Distribution that each token was drawn from, over the drafter's vocabulary: the draft is then accepted by
     rejection sampling. None: argmax or given tokens."""
-    alternatives: Alternatives | None = None
-    """Candidates for the branches of `drafters.branch_tree`."""
     tree: Tree | None = None
     """Verified instead of `tokens`, which are one of its paths. The log shows `tokens` with the accepted path over
     their beginning."""
@@ -179,20 +169,17 @@ class RoundLog:
     ) -> RoundLog:
         """Returns a log without rounds; every leaf has memory of its own, as states are donated."""
 
-        def ints(*shape: int) -> Array:
-            return jnp.zeros((batch, rounds, *shape), jnp.int32)
-
-        def floats(*shape: int) -> Array:
-            return jnp.zeros((batch, rounds, *shape))
+        def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
+            return jnp.zeros((batch, rounds, *shape), dtype)
 
         return cls(
-            drafted=ints(max_draft),
-            confidence=floats(max_draft),
-            **{name: ints() for name in ("draft_length", "accepted", "emitted", "passes")},
+            drafted=zeros(max_draft),
+            confidence=zeros(max_draft, dtype=jnp.float32),
+            **{name: zeros() for name in ("draft_length", "accepted", "emitted", "passes")},
             **{name: jnp.zeros(batch, jnp.int32) for name in ("rounds", "target_passes")},
             **{name: jnp.zeros((), jnp.int32) for name in ("drafter_passes", "round")},
-            tree=Tree(ints(max_draft), ints(max_draft), ints(), confidence=None) if trees else None,
-            forecast=Forecast(floats(), floats(), ints()) if forecasts else None,
+            tree=Tree(zeros(max_draft), zeros(max_draft), zeros(), confidence=None) if trees else None,
+            forecast=Forecast(zeros(dtype=jnp.float32), zeros(dtype=jnp.float32), zeros()) if forecasts else None,
         )
 
 

@@ -17,7 +17,6 @@ reaches the same text in fewer passes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -26,11 +25,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding import picking
-from failfast_jax.decoding.branches import when
-from failfast_jax.decoding.decode_round import loop
 from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Prompts, Sampling
 from failfast_jax.decoding.unmasking import BlockPass
-from failfast_jax.decoding.windows import gather_rows, gather_window
+from failfast_jax.decoding.windows import gather_rows, gather_window, when
 from failfast_jax.models.kv_cache import TILE, TPU_TILE, KVCache, round_up
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -165,7 +162,7 @@ def init_state(
 def blocks_to_write(
     config: ModelConfig, prompt_tokens: int, max_new_tokens: int, capacity: int, *, released: bool = False
 ) -> tuple[int, int]:
-    """Returns the number of blocks to write, and the end of the longest output as a position.
+    """Returns the number of blocks to write, and the end of the longest output; `capacity` may limit both.
 
     Example, for blocks of 32, a prompt of 40 tokens and 64 new ones: 3 blocks, to position 104; released with a token
     shift 2 blocks (57 tokens, to 97), without it 3 (to 128).
@@ -173,7 +170,7 @@ def blocks_to_write(
     Args:
       released: as many blocks as the models' own code writes, with the one at the prompt's end if it is not full. With
         a token shift these are `max_new_tokens // D` and one token after the last, without it as many as hold all of
-        `max_new_tokens`, to the last block's end. Else exactly `max_new_tokens`. `capacity` may limit each.
+        `max_new_tokens`, to the last block's end. Else exactly `max_new_tokens`.
     """
     block, before = config.block_size, prompt_tokens // config.block_size
     wanted = prompt_tokens + max_new_tokens
@@ -219,7 +216,7 @@ def _propose(
 
     def sampled(sampling, logits, positions, number, opens):
         best, _, finite = greedy(logits)
-        filtered = picking.filtered_for(logits, sampling)
+        filtered = picking.filtered_logits(logits, sampling)
         noise = picking.gumbel_noise(sampling, positions, logits.shape[-1], number)
         tokens = jnp.where(opens, best, picking.argmax(filtered + noise))
         probability = jnp.take_along_axis(jax.nn.softmax(filtered, -1), tokens[..., None], -1)[..., 0]
@@ -239,11 +236,10 @@ def _denoise(
 ) -> tuple[Float[Array, "B d E"], KVCache]:
     """Returns hidden states that score the small block (of a full block: the next one's first token), and the cache."""
     at, running, block = state.at, state.running, work.masked.shape[1]
-    scratch = state.text.shape[1] - block
 
     def run(cache, active, start, width, rows):
         # Sequences that another kind of pass serves write their keys and values where nobody reads.
-        start = jnp.where(active, start, scratch)
+        start = jnp.where(active, start, state.text.shape[1] - block)
         live = jnp.max(jnp.where(active, at + block, 0))
         hidden, cache, _ = model.window(gather_window(state.text, start, width), cache, start, live)
         return gather_rows(hidden, rows), cache
@@ -257,9 +253,8 @@ def _denoise(
     hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, work.rows), (nothing, state.cache))
     # The first position of a small block has no row before it here: it reuses its own, and is not masked.
     rows = jnp.broadcast_to(jnp.maximum(jnp.arange(work.small_block) - 1, 0), work.rows.shape)
-    narrow, cache = when(
-        partial.any(), lambda c: run(c[1], partial, at + work.small, work.small_block, rows), (nothing, cache)
-    )
+    start = at + work.small
+    narrow, cache = when(partial.any(), lambda c: run(c[1], partial, start, work.small_block, rows), (nothing, cache))
     return jnp.where(partial[:, None, None], narrow, hidden), cache
 
 
@@ -305,7 +300,13 @@ def after_pass(
     column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
     counted = active & (state.at + block > state.prompt_length)  # else the prefill's last block: see `init_state`
     blocks = state.blocks + (storing & counted)
-    end, stopped = _output_end(text, state, mask_token)
+    # The output ends after its first stop token, else at its first mask.
+    columns = jnp.arange(text.shape[1])
+    written = columns >= state.prompt_length[:, None]
+    first_hole = jnp.minimum(jnp.argmax(written & (text == mask_token), 1), state.limit)
+    stops = written & picking.is_stop(text, state.eos) & (columns < first_hole[:, None])
+    stopped = stops.any(1)
+    end = jnp.where(stopped, jnp.argmax(stops, 1) + 1, first_hole)
     reached = end >= state.limit
     finish = jnp.where((blocks >= state.max_blocks) | reached, FINISHED_LENGTH, RUNNING)
     finish = jnp.where(stopped & (storing | reached | shift), FINISHED_EOS, finish)
@@ -322,33 +323,3 @@ def after_pass(
         block_adopted=state.block_adopted + (column & (counted & adopted)[:, None]),
         end=jnp.where(active, end, state.end),
     )
-
-
-def _output_end(
-    text: Int[Array, "B T"], state: DiffusionState, mask_token: int
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Returns the end of each output so far, and which outputs a stop token ends."""
-    columns = jnp.arange(text.shape[1])
-    written = columns >= state.prompt_length[:, None]
-    first_hole = jnp.minimum(jnp.argmax(written & (text == mask_token), 1), state.limit)
-    stops = written & picking.is_stop(text, state.eos) & (columns < first_hole[:, None])
-    stopped = stops.any(1)
-    return jnp.where(stopped, jnp.argmax(stops, 1) + 1, first_hole), stopped
-
-
-def generate(
-    model: Decoder,
-    state: DiffusionState,
-    threshold: Float[ArrayLike, ""],
-    most: Int[ArrayLike, ""],
-    until_any: Bool[ArrayLike, ""] = False,
-    *,
-    schedule: BlockSchedule,
-    step: Callable[..., DiffusionState] = step,
-) -> DiffusionState:
-    """Runs passes until every sequence is finished (with `until_any`: one more), or at most `most` more.
-
-    Args:
-      step: this module's, or `draft_states.step` with its graph bound.
-    """
-    return loop(lambda s: step(model, s, threshold, schedule=schedule), state, most, until_any)

@@ -22,6 +22,7 @@ All copies are rows of one window: each sees the text before the block and itsel
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import flax.struct
@@ -32,10 +33,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding import diffusion_decoding
-from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.decode_round import loop
 from failfast_jax.decoding.diffusion_decoding import BlockSchedule, DiffusionState, Guesses
 from failfast_jax.decoding.unmasking import BlockPass, rank
-from failfast_jax.decoding.windows import gather_rows, gather_window
+from failfast_jax.decoding.windows import gather_rows, gather_window, when
 from failfast_jax.kernels.attention_window import RowGroups
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.transformer import Decoder
@@ -184,15 +185,15 @@ def _run(
     model: Decoder, state: DiffusionState, copies: Copies, work: BlockPass, schedule: BlockSchedule
 ) -> tuple[Float[Array, "B C d E"], KVCache]:
     """Returns hidden states that score each copy's small block (of a full one: the next block's first token)."""
-    buffer, passes = state.text.shape[1], GraphPass.whole_blocks(state, copies, schedule)
+    buffer, blocks = state.text.shape[1], GraphPass.whole_blocks(state, copies, schedule)
     if not schedule.block_cache:
-        return passes.run(model, state.cache, state.running, buffer)
+        return blocks.run(model, state.cache, state.running, buffer)
     # The passes of a sequence are all over its small block if that of the block itself is.
-    narrow = copies.partial[:, 0]
-    whole, small_blocks = state.running & ~narrow, GraphPass.small_blocks(state, copies, work)
-    nothing = jnp.zeros((*passes.rows.shape, model.config.hidden_size), model.dtype)
-    hidden, cache = when(whole.any(), lambda carry: passes.run(model, carry[1], whole, buffer), (nothing, state.cache))
-    other, cache = when(narrow.any(), lambda carry: small_blocks.run(model, carry[1], narrow, buffer), (nothing, cache))
+    narrow, small_blocks = copies.partial[:, 0], GraphPass.small_blocks(state, copies, work)
+    whole = state.running & ~narrow
+    nothing = jnp.zeros((*blocks.rows.shape, model.config.hidden_size), model.dtype)
+    hidden, cache = when(whole.any(), lambda c: blocks.run(model, c[1], whole, buffer), (nothing, state.cache))
+    other, cache = when(narrow.any(), lambda c: small_blocks.run(model, c[1], narrow, buffer), (nothing, cache))
     return jnp.where(narrow[:, None, None, None], other, hidden), cache
 
 
@@ -266,5 +267,23 @@ def _follow(
 
     zeros = jnp.zeros_like(state.at)
     carry = jnp.int32(0), state.running, state, zeros, zeros
-    _, _, state, copy, source = jax.lax.while_loop(lambda carry: carry[1].any(), body, carry)
-    return state, copy, source
+    return jax.lax.while_loop(lambda carry: carry[1].any(), body, carry)[2:]
+
+
+def generate(
+    model: Decoder,
+    state: DiffusionState,
+    threshold: Float[ArrayLike, ""],
+    graph: Int[ArrayLike, "S d"] | None,
+    most: Int[ArrayLike, ""],
+    until_any: Bool[ArrayLike, ""] = False,
+    *,
+    schedule: BlockSchedule,
+) -> DiffusionState:
+    """Runs passes until every sequence is finished (with `until_any`: one more), or at most `most` more.
+
+    Args:
+      graph: see `step`; None: plain passes, without candidates for states.
+    """
+    run = diffusion_decoding.step if graph is None else functools.partial(step, graph=graph)
+    return loop(lambda s: run(model, s, threshold, schedule=schedule), state, most, until_any)

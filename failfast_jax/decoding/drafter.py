@@ -21,7 +21,7 @@ class DraftShape:
       lengths: draft lengths that occur when no capacity limit cuts them; they decide which verify widths are compiled.
       window: widest forward pass of the drafter's model; its cache has that much room beyond the capacity.
       chunk_multiple: prefill chunks start at multiples of this.
-      feature_layers: target layers whose residual stream `prefill` and `commit` receive.
+      feature_layers: target layers whose residual stream `prefill` and `commit` receive; `chunk_multiple` is then 1.
       has_model: `prefill` has something to do.
       tree: drafts are trees (`Draft.tree`), which have a verifier of their own.
       uses_costs: drafts carry the tokens and seconds that their round is expected to take (`policy.auto_choice`).
@@ -72,7 +72,8 @@ class Drafter:
         return self
 
     def init(self, batch: int, capacity: int) -> Any:
-        """Returns the state for `batch` empty sequences; `capacity` positions include `window`."""
+        """Returns the state for `batch` empty sequences: arrays whose first axis is the batch, and scalars of all rows.
+        `capacity` positions include `window`."""
         del batch, capacity
         return ()
 

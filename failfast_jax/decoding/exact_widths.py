@@ -22,7 +22,6 @@ from failfast_jax.util import numerics
 
 logger = logging.getLogger("failfast_jax")
 
-
 REFERENCE_WIDTH = 64
 LONGEST_CACHE = 4096
 """Positions of the cache that the check runs in, at both ends: at most so many, and the model's context."""
@@ -53,15 +52,16 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
         hidden, cache, _ = model.window(tokens, cache, start, start[0] + tokens.shape[1])
         return model.logits_of(hidden), cache
 
-    cache = jax.jit(functools.partial(shallow.init_cache, batch, _capacity(model, widths)))()
+    context = min(model.config.max_position_embeddings, LONGEST_CACHE) // REFERENCE_WIDTH * REFERENCE_WIDTH
+    capacity = max(context, round_up(max(widths), REFERENCE_WIDTH))
+    cache = jax.jit(functools.partial(shallow.init_cache, batch, capacity))()
     runs = {}
     for width in {REFERENCE_WIDTH, *widths}:
         lowered = window.lower(shallow, cache, np.zeros((batch, width), np.int32), np.zeros(batch, np.int32))
         if not any(operation in lowered.as_text() for operation in XLA_SUMS):
-            runs[width] = lowered
+            runs[width] = lowered.compile()
     if REFERENCE_WIDTH not in runs:
         return set()
-    runs = {width: lowered.compile() for width, lowered in runs.items()}
     length = round_up(max(runs), REFERENCE_WIDTH)
     tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, length)).astype(np.int32)
 
@@ -69,7 +69,7 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
         """Runs the tokens from `begin` on, of a text that stands at `place`."""
         part = tokens[:, begin : begin + width]
         logits, cache = runs[width](shallow, cache, part, np.full(batch, place + begin, np.int32))
-        return _on_host(logits), cache
+        return np.asarray(whole(logits)), cache
 
     expected = {0: [], cache.capacity - length: []}
     for place, parts in expected.items():
@@ -82,23 +82,14 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
         logits, written = run(width, begin, place, cache)
         reference = expected[place][:, begin : begin + width]
         pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
-        return _same_bits(logits, reference) and all(_same_bits(_on_host(a), _on_host(b)) for a, b in pairs)
+        return _same_bits(logits, reference) and all(_same_bits(whole(a), whole(b)) for a, b in pairs)
 
     cases = {width: itertools.product(expected, {0, length - width}) for width in widths if width in runs}
     return {width for width, places in cases.items() if all(agrees(width, *case) for case in places)}
 
 
-def _capacity(model: Decoder, widths: tuple[int, ...]) -> int:
-    most = min(model.config.max_position_embeddings, LONGEST_CACHE) // REFERENCE_WIDTH * REFERENCE_WIDTH
-    return max(most, round_up(max(widths), REFERENCE_WIDTH))
-
-
-def _on_host(value: Array) -> np.ndarray:
-    return np.asarray(whole(value))
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+def _same_bits(a: np.ndarray | Array, b: np.ndarray | Array) -> bool:
+    return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 class WidthCheck:

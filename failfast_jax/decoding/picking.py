@@ -47,7 +47,7 @@ def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> 
     return jnp.where((ids < vocab) & (ids != (-1 if mask_token is None else mask_token)), logits, -jnp.inf)
 
 
-def _largest(value_bits: int, holds, shape) -> UInt[Array, "*R"]:
+def _largest(value_bits: int, holds: Callable, shape: tuple[int, ...]) -> UInt[Array, "*R"]:
     """Largest unsigned integer of `value_bits` bits for which the monotone predicate `holds`, bit by bit."""
 
     def body(index, value):
@@ -57,19 +57,16 @@ def _largest(value_bits: int, holds, shape) -> UInt[Array, "*R"]:
     return jax.lax.fori_loop(0, value_bits, body, jnp.zeros(shape, jnp.uint32))
 
 
-def filtered_logits(
-    logits: Float[Array, "*R V"],
-    temperature: Float[Array, "*R"],
-    top_k: Int[Array, "*R"],
-    top_p: Float[Array, "*R"],
-) -> Float[Array, "*R V"]:
-    """Logits of the tempered distribution, -inf outside top-k and then top-p (Hugging Face's order).
+def filtered_logits(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
+    """Logits of each sequence's tempered distribution, -inf outside top-k and then top-p (Hugging Face's order).
 
     Thresholds are found by bisection over the floats' bit patterns, not by a sort: exact, except that all tokens tied
     with the last kept one are kept. Where a single token is enough (top_k 1, or a small top_p) it is the first of the
     best, as in greedy decoding. Only filters that some row asks for are computed. Example: probabilities .5 .3 .2 with
     top_p 0.7 keep two tokens: the threshold is .3, the largest at which the kept ones sum to 0.7.
     """
+    settings = (sampling.temperature, sampling.top_k, sampling.top_p)
+    temperature, top_k, top_p = (jnp.broadcast_to(x[:, None], logits.shape[:2]) for x in settings)
     # Before the temperature, which keeps the order: a large one makes different logits equal.
     logits = jax.lax.cond(jnp.any(top_k > 0), _best, lambda x, _: x, logits, top_k)
     # Beyond these bounds numbers overflow, or the reciprocal vanishes; there sampling is argmax, or uniform, already.
@@ -113,12 +110,6 @@ def _nucleus(
     single = (top_p < 1.0)[..., None] & (highest >= top_p[..., None])
     kept = jnp.where(single, _first(logits == logits.max(-1, keepdims=True)), bits >= floor[..., None])
     return jnp.where(kept, scaled, -jnp.inf)
-
-
-def filtered_for(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
-    """`filtered_logits` with each sequence's settings."""
-    settings = (sampling.temperature, sampling.top_k, sampling.top_p)
-    return filtered_logits(logits, *(jnp.broadcast_to(x[:, None], logits.shape[:2]) for x in settings))
 
 
 def _draw(
@@ -189,7 +180,7 @@ def pick(
     """
 
     def sampled(sampling, logits, positions):
-        return _target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
+        return _target_argmax(filtered_logits(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
 
     return where_sampled(sampled, _target_argmax, sampling, execution, logits, positions)
 
@@ -207,14 +198,11 @@ def sample_draft(
     """
 
     def sampled(sampling, logits, positions):
-        filtered = filtered_for(logits, sampling)
+        filtered = filtered_logits(logits, sampling)
         noise = gumbel_noise(sampling, positions, logits.shape[-1], DRAFTING)
         return argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 
-    def greedy(logits):
-        return argmax(logits), jnp.zeros_like(logits)
-
-    return where_sampled(sampled, greedy, sampling, execution, logits, positions)
+    return where_sampled(sampled, lambda x: (argmax(x), jnp.zeros_like(x)), sampling, execution, logits, positions)
 
 
 def pick_or_reject(
@@ -247,7 +235,7 @@ def pick_or_reject(
         def probability_of(distribution):
             return jnp.take_along_axis(distribution, draft[..., None], axis=-1)[..., 0]
 
-        p = jax.nn.softmax(filtered_for(logits, sampling), -1)
+        p = jax.nn.softmax(filtered_logits(logits, sampling), -1)
         dice = _draw(lambda key: jax.random.uniform(key, (), jnp.float32), sampling, positions, ACCEPTING)
         keep = drafted & (dice * probability_of(q) < probability_of(p))
         rest = jnp.maximum(p - q, 0.0)

@@ -37,11 +37,8 @@ class StatePlacement:
 
     def shardings(self, state: Any) -> Any:
         """Returns a `NamedSharding` for each leaf."""
-        batch = state.prompt_length.shape[0]
-        places = _state_shardings(state, self.target, batch)
-        if self.drafter is not None:
-            places = places.replace(drafter=_state_shardings(state.drafter, self.drafter, batch))
-        return places
+        places = _state_shardings(state, self.target)
+        return places if self.drafter is None else places.replace(drafter=_state_shardings(state.drafter, self.drafter))
 
     def __call__(self, state: Any) -> Any:
         state = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), state)
@@ -58,14 +55,12 @@ class StatePlacement:
         )
 
 
-def _state_shardings(tree: Any, execution: Execution, batch: int) -> Any:
-    cache = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
-    rows, everywhere = NamedSharding(execution.mesh, P(execution.batch)), NamedSharding(execution.mesh, P())
-
-    def of(node):
+def _state_shardings(tree: Any, execution: Execution) -> Any:
+    def sharding_of(node: Any) -> Any:
         if isinstance(node, KVCache):
-            return jax.tree.map(lambda _: cache, node)
-        # XLA leaves empty arrays whole.
-        return rows if node.ndim and node.shape[0] == batch and node.size else everywhere
+            heads = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
+            return jax.tree.map(lambda _: heads, node)
+        # Every array's first axis is the batch. XLA leaves empty arrays whole.
+        return NamedSharding(execution.mesh, P(execution.batch) if node.ndim and node.size else P())
 
-    return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, KVCache))
+    return jax.tree.map(sharding_of, tree, is_leaf=lambda node: isinstance(node, KVCache))

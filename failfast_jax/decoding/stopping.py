@@ -66,7 +66,7 @@ class BelowThreshold(StopRule):
 
     tau: Float[ArrayLike, ""]
 
-    def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
+    def stops(self, draft, memory):
         return jnp.any((draft.confidence < self.tau) & draft.in_newest, axis=1)
 
 
@@ -74,7 +74,7 @@ class BelowThreshold(StopRule):
 class Never(StopRule):
     """Draft as far as it fits."""
 
-    def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
+    def stops(self, draft, memory):
         return jnp.zeros_like(draft.drafted, bool)
 
 
@@ -84,7 +84,7 @@ class AtLength(StopRule):
 
     length: Int[ArrayLike, ""]
 
-    def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
+    def stops(self, draft, memory):
         return draft.drafted >= self.length
 
 
@@ -104,13 +104,13 @@ class CongestionWindow(StopRule):
     most: Int[ArrayLike, ""]
     increase: Float[ArrayLike, ""]
 
-    def init(self, batch: int) -> Int[Array, " B"]:
+    def init(self, batch):
         return jnp.full((batch,), self.first, jnp.int32)
 
-    def stops(self, draft: DraftSoFar, memory: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def stops(self, draft, memory):
         return draft.drafted >= memory
 
-    def learn(self, memory: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
+    def learn(self, memory, outcome):
         drafted = outcome.draft.length
         bumped = (memory * self.increase).astype(jnp.int32)
         window = jnp.clip(jnp.where(outcome.agreed >= drafted, bumped, outcome.agreed), self.least, self.most)

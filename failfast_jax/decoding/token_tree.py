@@ -87,3 +87,35 @@ def deepest(tree: Tree, longest: int) -> tuple[Int[Array, "B M"], Float[Array, "
     nodes = jnp.maximum(slots[:, 1 : longest + 1] - 1, 0)
     tokens, confidence = take_slots((tree.tokens, tree.confidence), nodes)
     return jnp.where(inside, tokens, 0), jnp.where(inside, confidence, 0.0), length
+
+
+def best_nodes(
+    value: Float[Array, "B C"],
+    tokens: Int[Array, "B C"],
+    parent: Int[Array, "B C"],
+    confidence: Float[Array, "B C"],
+    budget: int,
+) -> Tree:
+    """The tree of the best candidates, up to `budget`, in the candidates' order.
+
+    Args:
+      value: -inf: no candidate. No candidate may be worth more than its parent; of equals, the first are taken.
+      parent: number of each candidate's parent, which comes before it; -1: the root.
+      confidence: of each candidate after its parent.
+    """
+    count = value.shape[1]
+    nodes = min(budget, count)
+    value, chosen = jax.lax.top_k(value, nodes)
+    chosen = jnp.sort(jnp.where(value > -jnp.inf, chosen, count), axis=1)
+
+    def of_nodes(values: Array) -> Array:
+        return jnp.take_along_axis(values, jnp.minimum(chosen, count - 1), axis=1)
+
+    slot = jnp.argmax(of_nodes(parent)[..., None] == chosen[:, None], axis=-1) + 1
+    spare = ((0, 0), (0, budget - nodes))
+    return Tree(
+        tokens=jnp.pad(of_nodes(tokens), spare),
+        parent=jnp.pad(jnp.where(of_nodes(parent) < 0, 0, slot), spare),
+        confidence=jnp.pad(of_nodes(confidence), spare),
+        size=jnp.sum(chosen < count, axis=1),
+    )

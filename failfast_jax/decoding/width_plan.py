@@ -86,10 +86,6 @@ def make_plan(
 
     Returns:
       Static: pass it to `jit` by name in `static_argnames`.
-
-    Raises:
-      ValueError: a drafter that reads the target's features, and whose `chunk_multiple` does not divide the widths of
-        the target's prefill.
     """
     shape, widths = drafter.shape, widths or DEFAULT_WIDTHS[platform]
     constant = exact and not interchangeable
@@ -99,11 +95,6 @@ def make_plan(
         prefill = tuple(w for w in widths.prefill if w in interchangeable) or (widths.exact,)
     drafter_prefill = tuple(round_up(w, shape.chunk_multiple) for w in prefill)
     prefill = prefill if exact else drafter_prefill
-    if shape.feature_layers and prefill != drafter_prefill:
-        raise ValueError(
-            f"{type(drafter).__name__} reads the target's features, so both must prefill in the same chunks: its "
-            f"chunk_multiple {shape.chunk_multiple} does not divide the target's {prefill}"
-        )
     lengths = (*shape.lengths, shape.longest)
     needed = {widths.exact} if constant else {min(w for w in ladder if w > length) for length in lengths}
     tile = TPU_TILE if platform == "tpu" else TILE
@@ -142,7 +133,6 @@ def prefill_schedule(
       buffer: positions of the buffer, see `buffer_length`; no chunk reaches beyond.
       begin: positions that the caches hold already, a multiple of the drafter's `chunk_multiple`.
     """
-
     calls = []
     for widths, parts in prefill_parts(drafter, plan):
         start = begin

@@ -1,10 +1,20 @@
-"""Windows of static width at each sequence's own place of a padded text."""
+"""Windows of static width at each sequence's own place of a padded text, and branches that update caches in place.
+
+On CPU, XLA copies everything that a branch of a conditional updates: of KV caches the whole capacity, every round. A
+loop's carry is updated in place, so these branches are loops of at most one iteration.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+Carry = TypeVar("Carry")
 
 
 def gather_window(text: Shaped[Array, "B T *X"], start: Int[Array, " B"], width: int) -> Shaped[Array, "B W *X"]:
@@ -34,3 +44,26 @@ def write_rows(buffer: Shaped[Array, "B T *X"], new: Shaped[Array, "B W *Y"], at
         start = (row, at[row], *[0] * (buffer.ndim - 2))
         buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1].astype(buffer.dtype), start)
     return buffer
+
+
+def when(condition: Bool[ArrayLike, ""], branch: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """Returns `branch(carry)` if `condition`, else `carry`: a `lax.cond` without copies."""
+    once = (jnp.asarray(condition), carry)
+    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), branch(c[1])), once)[1]
+
+
+def narrowest(
+    widths: Sequence[int], needed: Int[ArrayLike, ""], run: Callable[[int, Carry], Carry], carry: Carry
+) -> Carry:
+    """Returns `run(width, carry)` for the narrowest of the static widths that holds the `needed` rows.
+
+    Widths ascend; the last one also serves what exceeds it. Each branch is compiled for its own width:
+
+        widths 1 4 8    needed 1 -> run(1, carry)    2 .. 4 -> run(4, carry)    5 and more -> run(8, carry)
+    """
+    if len(widths) == 1:
+        return run(widths[0], carry)
+    rung = sum((needed > width).astype(jnp.int32) for width in widths[:-1])
+    for number, width in enumerate(widths):
+        carry = when(rung == number, lambda c, width=width: run(width, c), carry)
+    return carry

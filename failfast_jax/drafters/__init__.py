@@ -76,8 +76,7 @@ def check_method(method: str) -> type[MethodOptions]:
     Raises:
       OptionError: no such method.
     """
-    known = all_options()
-    if method not in known:
+    if method not in (known := all_options()):
         raise OptionError(f"--method {method}: must be one of {', '.join(known)}")
     return known[method]
 
@@ -131,8 +130,6 @@ def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
     Raises:
       ConfigError: an option that does not exist or cannot be served; `where` names the file.
     """
-    if not defaults:
-        return
     try:
         resolve(GenerationConfig("failfast", options=defaults))
     except OptionError as error:
@@ -147,12 +144,11 @@ def check_chances(chances: Any, where: str) -> tuple[float, ...]:
     """
     if chances is None:
         return MODEL_CHANCES
-    fine = isinstance(chances, list) and len(chances) == BINS
-    if not fine or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in chances):
-        raise ConfigError(
-            f"{where}: config.json: key 'chances' must be {BINS} numbers between 0 and 1, got {chances!r}"
-        )
-    return tuple(chances)
+    numbers = [x for x in chances if type(x) in (int, float) and 0 <= x <= 1] if isinstance(chances, list) else []
+    if len(numbers) != BINS or numbers != chances:
+        reason = f"must be {BINS} numbers between 0 and 1, got {chances!r}"
+        raise ConfigError(f"{where}: config.json: key 'chances' {reason}")
+    return tuple(numbers)
 
 
 def build_drafter(config: GenerationConfig, **site: Any) -> Drafter:
@@ -166,20 +162,16 @@ def build_drafter(config: GenerationConfig, **site: Any) -> Drafter:
       ConfigError: the model is of a kind that the method cannot draft with.
       OptionError: the method needs a model, and there is none; or the model cannot serve an option.
     """
-    sampled = config.acceptance == "rejection"
-    place = Site(**site, sampled=sampled, exact=config.exact)
-    if config.resolution is None:
-        config = resolve(config)
-    options, model = config.resolution.options, place.model
+    place = Site(**site, sampled=config.acceptance == "rejection", exact=config.exact)
+    config = resolve(config) if config.resolution is None else config
+    options, model, wanted = config.resolution.options, place.model, " or ".join(config.resolution.options.kinds)
     if not options.kinds:
         model = None
     elif model is None and options.needs_model:
-        raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {' or '.join(options.kinds)}")
+        raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {wanted}")
     elif model is not None and model.kind not in options.kinds:
-        raise ConfigError(
-            f"{place.model_name}: method {config.method} needs a drafter of kind {' or '.join(options.kinds)}, "
-            f"this one is {model.kind} (use --method {model.method})"
-        )
+        reason = f"method {config.method} needs a drafter of kind {wanted}, this one is {model.kind}"
+        raise ConfigError(f"{place.model_name}: {reason} (use --method {model.method})")
     options.check_model(dataclasses.replace(place, model=model))
     if block := getattr(options, "block_size", None):
         model = model.with_block_size(block)

@@ -54,15 +54,6 @@ class _Filling:
     passes: Int[Array, " B"]
 
 
-@flax.struct.dataclass
-class _Guess:
-    """Scores of one pass over a block."""
-
-    block: BlockPass
-    tokens: Int[Array, "B d"]
-    confidence: Float[Array, "B d"]
-
-
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Aligned(BlockDrafter):
     """Drafts by the released schedule; with `expand=False` it stops at the first `spec_len` tokens: Fast-dLLM."""
@@ -81,8 +72,8 @@ class Aligned(BlockDrafter):
         return self.shaped(*range(self.spec_len, longest, self.spec_len), longest)
 
     def describe(self):
-        facts = {"block": self.block, "shift": self.shift, "grows": self.expand}
-        return {"kind": "aligned", "spec_len": self.spec_len, **facts}
+        facts = {"kind": "aligned", "spec_len": self.spec_len, "grows": self.expand}
+        return facts | {"block": self.block, "shift": self.shift}
 
     @property
     def _longest(self) -> int:
@@ -99,9 +90,8 @@ class Aligned(BlockDrafter):
         return MOST_BLOCKS * self.block + self.block
 
     def init(self, batch, capacity):
-        state = super().init(batch, capacity)
-        doubted = jnp.zeros((batch,), bool)
-        return AlignedState(cache=state.cache, cached=state.cached, memory=self.rule.init(batch), doubted=doubted)
+        parts = vars(super().init(batch, capacity)) | {"memory": self.rule.init(batch)}
+        return AlignedState(**parts, doubted=jnp.zeros((batch,), bool))
 
     def draft(self, state, committed):
         zeros = jnp.zeros_like(committed.length)
@@ -117,9 +107,8 @@ class Aligned(BlockDrafter):
             growing=committed.running & (committed.room > 0),
             passes=zeros,
         )
-        end = jax.lax.while_loop(
-            lambda carry: jnp.any(carry.growing), lambda carry: self._pass(carry, committed), start
-        )
+        run = functools.partial(self._pass, committed=committed)
+        end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), run, start)
         return self._draft_of(end, committed), end.state
 
     # Block 8, small block 4, threshold 0.9, length 2, M is the mask; row i predicts token i + 1:
@@ -127,77 +116,56 @@ class Aligned(BlockDrafter):
     #   after   a b c M | M M M M   c is above the threshold; the next pass fills d (the best one), then places 4 to 7
     #   full    a b c d | e f g h   one more pass stores the block; its last row predicts the next block's first token
     def _pass(self, carry: _Filling, committed: Committed) -> _Filling:
-        """Makes one pass over each growing sequence's block."""
-        carry, guess = self._guess(carry, committed)
-        carry, masked = self._unmask(carry, guess, committed)
-        return self._decide(carry, guess, masked, committed)
-
-    def _guess(self, carry: _Filling, committed: Committed) -> tuple[_Filling, _Guess]:
-        """Scores the positions of the small block that is filled, or the next block's first one."""
+        """Makes one pass over each growing sequence's block: fills positions of the small block, or stores a full block
+        and opens the next one."""
         at = carry.state.cached
         block = BlockPass.over(carry.text, at, committed.length, self.model.config, self.small_block)
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
-        scores = argmax(self.logits(gather_rows(hidden, block.rows)), confidence=True)
-        return carry.replace(state=carry.state.replace(cache=cache)), _Guess(block, *scores)
-
-    def _unmask(self, carry: _Filling, guess: _Guess, committed: Committed) -> tuple[_Filling, Bool[Array, "B d"]]:
-        """Fills positions of the small block, or stores a full block and opens the next one.
-
-        Returns:
-          The carry, and the positions of the small block that were masked.
-        """
-        block = guess.block
+        tokens, confidence = argmax(self.logits(gather_rows(hidden, block.rows)), confidence=True)
         storing = carry.growing & block.full
-        cached = jnp.where(storing, block.at + self.block, block.at)
+        cached = jnp.where(storing, at + self.block, at)
+        opens_next = cached >= committed.length
         text, masked, chosen = block.unmasked(
-            carry.text,
-            guess.tokens,
-            guess.confidence,
-            active=carry.growing,
-            threshold=self.threshold,
-            opens_next=cached >= committed.length,
+            carry.text, tokens, confidence, active=carry.growing, threshold=self.threshold, opens_next=opens_next
         )
         # The confidences of the positions that were filled; slots out of bounds are dropped.
         everyone, nowhere = jnp.arange(text.shape[0]), text.shape[1]
-        opened = storing & (cached >= committed.length) & block.token_shift
-        seen = carry.confidence.at[everyone, jnp.where(opened, block.at + self.block, nowhere)].set(
-            guess.confidence[:, 0], mode="drop"
-        )
-        slots = jnp.where(chosen, block.at[:, None] + block.inside, nowhere)
-        seen = seen.at[everyone[:, None], slots].set(guess.confidence, mode="drop")
-        return carry.replace(text=text, confidence=seen, state=carry.state.replace(cached=cached)), masked
-
-    def _decide(self, carry: _Filling, guess: _Guess, masked: Bool[Array, "B d"], committed: Committed) -> _Filling:
-        """Lists the confidences of the pass, counts it, and stops or lengthens the drafts that are as long as asked."""
-        block, at, text = guess.block, guess.block.at, carry.text
+        opened = jnp.where(storing & opens_next & block.token_shift, at + self.block, nowhere)
+        seen = carry.confidence.at[everyone, opened].set(confidence[:, 0], mode="drop")
+        slots = jnp.where(chosen, at[:, None] + block.inside, nowhere)
+        seen = seen.at[everyone[:, None], slots].set(confidence, mode="drop")
+        state = carry.state.replace(cache=cache, cached=cached)
+        carry = carry.replace(text=text, confidence=seen, state=state)
         # All confidences of all passes join one list, a position once per pass.
-        listed = carry.listed + masked.sum(1)
-        shown = jnp.where(masked, guess.confidence, 1.0)
-        so_far = DraftSoFar(guess.tokens, shown, jnp.full_like(at, self.small_block), jnp.zeros_like(at))
-        unsure = carry.unsure | self.rule.stops(so_far, carry.state.memory)
+        shown = jnp.where(masked, confidence, 1.0)
+        so_far = DraftSoFar(tokens, shown, jnp.full_like(at, self.small_block), jnp.zeros_like(at))
+        unsure = carry.unsure | self.rule.stops(so_far, state.memory)
+        carry = carry.replace(listed=carry.listed + masked.sum(1), unsure=unsure)
+        return self._decide(carry, block, committed)
 
-        whole = at + self.block <= committed.length  # nothing but committed tokens
+    def _decide(self, carry: _Filling, block: BlockPass, committed: Committed) -> _Filling:
+        """Counts the pass over `block`, and stops or lengthens the drafts that are as long as asked."""
+        text, spec_len = carry.text, carry.spec_len
+        whole = block.at + self.block <= committed.length  # nothing but committed tokens
         blocks = carry.blocks + (carry.growing & block.full & ~whole)
         columns = jnp.arange(text.shape[1])
         exists = jnp.argmax((text == self.mask_token) & (columns >= committed.length[:, None]), 1) - committed.length
-        drafted = carry.growing & ~block.full & (exists >= carry.spec_len)
-        stopped = drafted & (unsure | (listed >= self.max_spec_len) if self.expand else True)
+        drafted = carry.growing & ~block.full & (exists >= spec_len)
+        stopped = drafted & (carry.unsure | (carry.listed >= self.max_spec_len) if self.expand else True)
         longer = drafted & ~stopped
-        doubted = carry.state.doubted | (stopped & unsure & self.expand)
+        doubted = carry.state.doubted | (stopped & carry.unsure & self.expand)
         # No pass follows a stop token with no mask before it.
         drafted_at = columns - committed.length[:, None]
         known = (drafted_at >= 0) & (drafted_at < exists[:, None])
         stopped |= (known & is_stop(text, committed.eos)).any(1)
         stopped |= blocks >= MOST_BLOCKS
-        stopped |= jnp.minimum(carry.spec_len, exists) > committed.room
+        stopped |= jnp.minimum(spec_len, exists) > committed.room
         # Passes that fill the cache before the first round belong to the prefill.
         counted = carry.growing & ~(whole & (committed.length == committed.prompt_length))
         return carry.replace(
             state=carry.state.replace(doubted=doubted),
-            spec_len=jnp.where(longer, carry.spec_len + self.spec_len, carry.spec_len),
-            listed=listed,
-            unsure=unsure,
+            spec_len=jnp.where(longer, spec_len + self.spec_len, spec_len),
             blocks=blocks,
             growing=carry.growing & ~stopped,
             passes=carry.passes + counted,

@@ -9,12 +9,10 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from failfast_jax.decoding.branches import narrowest
 from failfast_jax.decoding.drafter import DraftShape
 from failfast_jax.decoding.expansion import Chunk, Grow
 from failfast_jax.decoding.picking import forbid
-from failfast_jax.decoding.proposal import propose
-from failfast_jax.decoding.windows import gather_rows, gather_window, place
+from failfast_jax.decoding.windows import gather_rows, gather_window, narrowest, place
 from failfast_jax.drafters.block_diffusion import BlockDrafter
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.options import Site
@@ -36,6 +34,7 @@ class Autoregressive(Grow, BlockDrafter):
     """Widths of a pass over one new token, over two, perhaps over more that were missed: the narrowest that pays."""
     max_spec_len: int | None = flax.struct.field(pytree_node=False, default=None)
     """Longest draft; None: all have `spec_len` tokens."""
+    short_last_chunk = ends_at_stop_token = True
 
     @classmethod
     def of(cls, site: Site, *, seldom: bool = False, **settings: Any) -> Autoregressive:
@@ -53,25 +52,14 @@ class Autoregressive(Grow, BlockDrafter):
     def describe(self):
         return {"kind": "ar", "spec_len": self.spec_len, "grows": self.max_spec_len is not None}
 
-    @property
-    def least(self) -> int:
-        return 1  # the last chunk may be shorter
-
-    @property
-    def ends_at_stop_token(self) -> bool:
-        return not self.sampled
-
     def look(self, committed, growth):
-        """See `Grow.look`.
-
-        The pass reads all tokens before the next position that are new to the model: one, two after a draft that was
-        accepted whole, more after rounds without a draft.
-        """
+        """Reads all tokens before the next position that are new to the model: one, two after a draft that was accepted
+        whole, more after rounds without a draft."""
         cache, cached = growth.state.cache, growth.state.cached
-        front = committed.length + growth.drafted
+        front = committed.length + growth.draft.length
         new, widest = front - cached, self.widths[-1]
-        drafted = jnp.arange(self.max_draft) < growth.drafted[:, None]
-        text = place(committed.tokens, committed.length, growth.tokens, drafted)
+        drafted = jnp.arange(self.max_draft) < growth.draft.length[:, None]
+        text = place(committed.tokens, committed.length, growth.draft.tokens, drafted)
 
         def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
             live = jnp.max(jnp.where(growth.growing, cached + width, 0))
@@ -82,9 +70,6 @@ class Autoregressive(Grow, BlockDrafter):
         nothing = jnp.zeros((front.shape[0], 1, self.model.config.hidden_size), self.model.dtype)
         hidden, cache = narrowest(self.widths, most, over, (nothing, cache))
         logits = forbid(self.model.logits_of(hidden), None, self.vocab)
-        tokens, confidence, extras = propose(
-            logits, front[:, None], committed.sampling, self.model.execution, **self.extra
-        )
         cached = jnp.where(growth.growing, cached + jnp.minimum(new, widest), cached)
         state = growth.state.replace(cache=cache, cached=cached)
-        return Chunk(tokens, confidence, (new <= widest).astype(jnp.int32), extras), state
+        return Chunk(*self.propose(logits, front[:, None], committed), (new <= widest).astype(jnp.int32)), state

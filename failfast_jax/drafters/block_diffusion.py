@@ -1,4 +1,4 @@
-"""Drafters with a block-diffusion model: its cache of whole blocks, passes over the uncached rest, and `Wide`.
+"""Drafters with a block-diffusion model: its cache of whole blocks, passes over the uncached rest, `Wide` and `Refine`.
 
 `Wide` is Algorithm 1 of "Fail Fast, Win Big" with exactly one denoising pass per chunk.
 """
@@ -9,16 +9,16 @@ import functools
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.branches import narrowest
-from failfast_jax.decoding.decode_state import Committed
+from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, Grow
-from failfast_jax.decoding.picking import forbid
-from failfast_jax.decoding.proposal import propose
-from failfast_jax.decoding.windows import gather_rows, gather_window, place
+from failfast_jax.decoding.picking import argmax, forbid
+from failfast_jax.decoding.unmasking import to_fill
+from failfast_jax.decoding.windows import gather_rows, gather_window, narrowest, place
 from failfast_jax.models.kv_cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 
@@ -127,6 +127,10 @@ class BlockDrafter(Drafter):
         stored = jnp.where(lags, missed, front // self.block * self.block)
         return need, lags, jnp.where(active, jnp.maximum(cached, stored), cached)
 
+    # Block 8, spec_len 10, cached 16, front 21, row i predicts token i + 1:
+    #   pass over 16 .. 31   tokens 16 to 20, then 11 masks: two blocks hold the 10 positions 21 .. 30
+    #   rows 20 .. 29        score the positions 21 .. 30: columns 4 .. 13 of the pass
+    #   final after it       16: the block that begins there still has masks; with front 24 it would be 24
     def block_pass(
         self, state: BlockState, text: Int[Array, "B T"], front: Int[Array, " B"], active: Bool[Array, " B"]
     ) -> tuple[Float[Array, "B N V"], Bool[Array, " B"], BlockState]:
@@ -142,12 +146,7 @@ class BlockDrafter(Drafter):
           Logits that score the N = `spec_len` positions from `front` on; which sequences lack so much
           (after rounds without a draft) that the pass only stored some of it; and the state.
         """
-        # Block 8, spec_len 10, cached 16, front 21, row i predicts token i + 1:
-        #   pass over 16 .. 31   tokens 16 to 20, then 11 masks: two blocks hold the 10 positions 21 .. 30
-        #   rows 20 .. 29        score the positions 21 .. 30: columns 4 .. 13 of the pass
-        #   final after it       16: the block that begins there still has masks; with front 24 it would be 24
-        offsets = jnp.arange(self.spec_len)
-        cached = state.cached
+        offsets, cached = jnp.arange(self.spec_len), state.cached
         need, lags, stored = self.stored_by(cached, front, active)
 
         def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
@@ -174,12 +173,76 @@ class Wide(Grow, BlockDrafter):
     @property
     def shape(self) -> DraftShape:
         lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
-        return self.shaped(*lengths, max_prefix=self.prefix(lengths[-1] - self.spec_len))
+        return self.shaped(*lengths, max_prefix=0 if self.sampled else lengths[-1] - self.spec_len)
 
     def look(self, committed, growth):
-        front = committed.length + growth.drafted
-        text = self.masked_text(committed, growth.tokens, growth.drafted)
+        draft = growth.draft
+        front = committed.length + draft.length
+        text = self.masked_text(committed, draft.tokens, draft.length)
         logits, lags, state = self.block_pass(growth.state, text, front, growth.growing)
         positions = front[:, None] + jnp.arange(self.spec_len)
-        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self.extra)
-        return Chunk(tokens, confidence, jnp.where(lags, 0, self.spec_len), extras), state
+        return Chunk(*self.propose(logits, positions, committed), jnp.where(lags, 0, self.spec_len)), state
+
+
+@flax.struct.dataclass
+class Refined:
+    """Drafts while they are filled: the carry of the passes."""
+
+    tokens: Int[Array, "B N"]
+    """Filled positions; anything where `masked`."""
+    confidence: Float[Array, "B N"]
+    """Confidence with which each position was filled."""
+    masked: Bool[Array, "B N"]
+    passes: Int[Array, " B"]
+    state: BlockState
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Refine(BlockDrafter):
+    """SpecDiff (Christopher et al., "Speculative Diffusion Decoding"): drafts `spec_len` tokens in `steps` passes, each
+    over the whole draft; what is filled stays.
+
+    A pass fills the most confident masked positions, so many that after pass t of T the draft holds
+    `ceil(t * spec_len / T)` tokens: of 7 tokens in 3 steps 3, 2 and 2. Its tokens are argmaxes: what a pass puts at a
+    position depends on what earlier ones put after it, so that samples would have no left-to-right distributions to
+    accept by.
+    """
+
+    steps: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def shape(self):
+        return self.shaped(self.spec_len)
+
+    def draft(self, state, committed):
+        active = committed.running & (committed.room > 0)
+        length, size = committed.length, (active.shape[0], self.spec_len)
+        masks = self.masked_text(committed)
+
+        def fill(draft: Refined) -> Refined:
+            text = place(masks, length, draft.tokens, ~draft.masked)
+            logits, _, after = self.block_pass(draft.state, text, length, draft.masked.any(1))
+            tokens, confidence = argmax(logits, confidence=True)
+            # The row that predicts the first token may end a block, which the next pass has to see again.
+            again = jnp.minimum(after.cached, self.whole_blocks(length))
+            after = after.replace(cached=jnp.where(draft.passes + 1 < self.steps, again, after.cached))
+            goal = -(-(draft.passes + 1) * self.spec_len // self.steps)
+            chosen = to_fill(confidence, draft.masked, least=goal - (~draft.masked).sum(1))
+            return Refined(
+                tokens=jnp.where(chosen, tokens, draft.tokens),
+                confidence=jnp.where(chosen, confidence, draft.confidence),
+                masked=draft.masked & ~chosen,
+                passes=draft.passes + draft.masked.any(1),
+                state=after,
+            )
+
+        begin = Refined(
+            tokens=jnp.zeros(size, jnp.int32),
+            confidence=jnp.zeros(size),
+            masked=jnp.broadcast_to(active[:, None], size),
+            passes=jnp.zeros(size[:1], jnp.int32),
+            state=state,
+        )
+        end = jax.lax.while_loop(lambda draft: jnp.any(draft.masked), fill, begin)
+        fits = jnp.where(active, jnp.minimum(self.spec_len, committed.room), 0)
+        return Draft(tokens=end.tokens, confidence=end.confidence, length=fits, passes=end.passes), end.state

@@ -17,6 +17,17 @@ MOST_STATES = 64
 """Draft states of `--spiffy`: each is a copy of the block in every pass."""
 
 
+def small_block_of(requested: int | None, model: Decoder) -> int:
+    """Returns the positions that are unmasked together.
+
+    Raises:
+      OptionError: they do not divide the block.
+    """
+    small, block = requested or 8, model.config.block_size
+    require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
+    return small
+
+
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions(MethodOptions):
     """Options of `dllm` that decide what a pass fills.
@@ -43,9 +54,7 @@ class ScheduleOptions(MethodOptions):
         block = model.config.block_size
         if model.config.token_shift:
             require(self.steps is None, f"--steps {self.steps}", "Fast-dLLM v2 fills by --threshold alone")
-            small = self.small_block_size or 8
-            require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
-            return {"small_block": small, "block_cache": self.block_cache}
+            return {"small_block": small_block_of(self.small_block_size, model), "block_cache": self.block_cache}
         flag = f"--small-block-size {self.small_block_size}"
         require(self.small_block_size is None, flag, "SDAR models unmask a block as a whole")
         require(not self.block_cache, "--block-cache", "SDAR models have no small blocks to cache for")

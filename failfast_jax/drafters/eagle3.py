@@ -15,14 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, Grow, Growth
-from failfast_jax.decoding.proposal import propose
-from failfast_jax.decoding.token_tree import deepest
-from failfast_jax.decoding.windows import gather_rows, gather_window
-from failfast_jax.drafters.branch_tree import best_nodes
+from failfast_jax.decoding.token_tree import best_nodes, deepest
+from failfast_jax.decoding.windows import gather_rows, gather_window, when
 from failfast_jax.models.eagle_network import BoundEagle, Level
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import constrain_rows
@@ -45,11 +42,6 @@ class EagleDrafter(Drafter):
     """Base of chains and trees: the model, and pairs that are final once the target has seen their tokens."""
 
     model: BoundEagle
-
-    def shaped(self, *lengths: int, window: int, tree: bool = False) -> DraftShape:
-        """The shape of drafts of these lengths, the longest one last."""
-        layers = self.model.feature_layers
-        return DraftShape(lengths[-1], lengths, window, feature_layers=layers, has_model=True, tree=tree)
 
     def init(self, batch, capacity):
         return EagleState(
@@ -99,8 +91,9 @@ class EagleChain(Grow, EagleDrafter):
 
     @property
     def shape(self) -> DraftShape:
-        lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
-        return self.shaped(*lengths, window=lengths[-1] + 1)
+        lengths = tuple(range(self.spec_len, self.max_spec_len + 1, self.spec_len))
+        layers = self.model.feature_layers
+        return DraftShape(lengths[-1], lengths, lengths[-1] + 1, feature_layers=layers, has_model=True)
 
     @property
     def vocab_size(self) -> int:
@@ -111,31 +104,31 @@ class EagleChain(Grow, EagleDrafter):
 
     def look(self, committed, growth):
         # All drafts that grow have the same length: the first token needs no pass, its hidden state is there.
-        longer = jnp.any(growth.growing & (growth.drafted > 0))
+        longer = jnp.any(growth.growing & (growth.draft.length > 0))
         state = when(longer, functools.partial(self._over_newest, committed, growth), growth.state)
         logits = self.model.network.logits_of(state.hidden)[:, None]
         if self.sampled:  # distributions are over the target's ids
             nowhere = jnp.full((*logits.shape[:2], self.vocab_size), -jnp.inf)
             logits = nowhere.at[..., self.model.draft_ids].set(logits)
-        positions = (committed.length + growth.drafted)[:, None]
-        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self.extra)
+        positions = (committed.length + growth.draft.length)[:, None]
+        tokens, confidence, q = self.propose(logits, positions, committed)
         if not self.sampled:
             tokens = self.model.draft_ids[tokens]
-        return Chunk(tokens, confidence, jnp.ones_like(growth.drafted), extras), state
+        return Chunk(tokens, confidence, q, jnp.ones_like(growth.draft.length)), state
 
     def _over_newest(self, committed: Committed, growth: Growth, state: EagleState) -> EagleState:
         """The pass over each draft's newest token. `commit` puts the hidden state of final pairs back."""
-        newest = jnp.maximum(growth.drafted - 1, 0)  # a draft of no tokens must not touch final pairs
+        newest = jnp.maximum(growth.draft.length - 1, 0)  # a draft of no tokens must not touch final pairs
         start = committed.length - 1 + newest
-        tokens = jnp.take_along_axis(growth.tokens, newest[:, None], axis=1)
+        tokens = jnp.take_along_axis(growth.draft.tokens, newest[:, None], axis=1)
         live = jnp.max(jnp.where(growth.growing, start + 1, 0))
         out, cache = self.model.network.pairs(self.model.embed[tokens], state.hidden[:, None], state.cache, start, live)
         return state.replace(cache=cache, hidden=out[:, 0])
 
 
 @flax.struct.dataclass
-class _Growing:
-    """A tree while it grows: the carry of its passes. Candidates are numbered as they are made."""
+class _Candidates:
+    """Nodes of a tree, numbered as they are made."""
 
     tokens: Int[Array, "B C"]
     parent: Int[Array, "B C"]
@@ -144,6 +137,17 @@ class _Growing:
     """Log-probability of the path that ends there."""
     probability: Float[Array, "B C"]
     """Probability of the token after its parent."""
+
+    def put(self, at: int | Int[Array, ""], new: _Candidates) -> _Candidates:
+        """Returns the candidates with new ones from number `at` on."""
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=1), self, new)
+
+
+@flax.struct.dataclass
+class _Growing:
+    """A tree while it grows: the carry of its passes."""
+
+    candidates: _Candidates
     beams: Int[Array, "B k"]
     """Candidates that the next pass goes over, by falling score."""
     hidden: Float[Array, "B k E"]
@@ -151,21 +155,6 @@ class _Growing:
     sees: Bool[Array, "B k S"]
     """Slots of the tree that each beam sees."""
     cache: KVCache
-
-    def with_candidates(
-        self, at: int | Int[Array, ""], ids: Array, parent: Array, score: Array, probability: Array
-    ) -> _Growing:
-        """With new candidates `[B, n]` from number `at` on."""
-
-        def put(buffer: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), at, axis=1)
-
-        return self.replace(
-            tokens=put(self.tokens, ids),
-            parent=put(self.parent, parent),
-            score=put(self.score, score),
-            probability=put(self.probability, probability),
-        )
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -188,7 +177,9 @@ class EagleTree(EagleDrafter):
     @property
     def shape(self) -> DraftShape:
         """The verify pass is as wide as all nodes."""
-        return self.shaped(self.budget, window=max(self.depth * self.top_k, self.longest + 1), tree=True)
+        size, window = self.budget, max(self.depth * self.top_k, self.longest + 1)
+        layers = self.model.feature_layers
+        return DraftShape(size, (size,), window, feature_layers=layers, has_model=True, tree=True)
 
     @property
     def longest(self) -> int:
@@ -204,9 +195,9 @@ class EagleTree(EagleDrafter):
         drafting = committed.running & (committed.length > 1)
         grow = functools.partial(self._grown, state.hidden, committed.length - 1)
         grown = when(drafting.any(), grow, self._nothing(state, committed))
-        room = jnp.where(drafting, committed.room, 0)
-        value = jnp.where(self._levels <= room[:, None], grown.score, -jnp.inf)
-        tree = best_nodes(value, grown.tokens, grown.parent, grown.probability, self.budget)
+        room, nodes = jnp.where(drafting, committed.room, 0), grown.candidates
+        value = jnp.where(self._levels <= room[:, None], nodes.score, -jnp.inf)
+        tree = best_nodes(value, nodes.tokens, nodes.parent, nodes.probability, self.budget)
         # Whole on every device: XLA would spread the nodes, and gather them wherever they are read.
         tree = constrain_rows(tree, self.model.execution)
         tokens, confidence, length = deepest(tree, self.longest)
@@ -216,22 +207,21 @@ class EagleTree(EagleDrafter):
 
     def _nothing(self, state: EagleState, committed: Committed) -> _Growing:
         """Before the root's children."""
-        batch, k, count = committed.length.shape[0], self.top_k, self._levels.size
+        batch, k, slots = committed.length.shape[0], self.top_k, self.depth * self.top_k
+        ids, zeros = (jnp.zeros((batch, self._levels.size), dtype) for dtype in (jnp.int32, jnp.float32))
         return _Growing(
-            tokens=jnp.zeros((batch, count), jnp.int32),
-            parent=jnp.full((batch, count), -1),
-            score=jnp.zeros((batch, count)),
-            probability=jnp.zeros((batch, count)),
+            candidates=_Candidates(ids, ids - 1, zeros, zeros),
             beams=jnp.broadcast_to(jnp.arange(k), (batch, k)),
             hidden=jnp.broadcast_to(state.hidden[:, None], (batch, k, state.hidden.shape[-1])),
-            sees=jnp.broadcast_to(jnp.eye(k, self.depth * k, dtype=bool), (batch, k, self.depth * k)),
+            sees=jnp.broadcast_to(jnp.eye(k, slots, dtype=bool), (batch, k, slots)),
             cache=state.cache,
         )
 
     def _grown(self, hidden: Float[Array, "B E"], first: Int[Array, " B"], growing: _Growing) -> _Growing:
         """The root's children, and what grows out of them. `first`: see `_pass`."""
         score, ids = self._best(hidden)
-        growing = growing.with_candidates(0, ids, jnp.full_like(ids, -1), score, jnp.exp(score))
+        children = _Candidates(ids, jnp.full_like(ids, -1), score, jnp.exp(score))
+        growing = growing.replace(candidates=growing.candidates.put(0, children))
         return jax.lax.fori_loop(0, self.depth, functools.partial(self._pass, first), growing)
 
     def _best(self, hidden: Float[Array, "*R E"]) -> tuple[Float[Array, "*R k"], Int[Array, "*R k"]]:
@@ -242,24 +232,23 @@ class EagleTree(EagleDrafter):
 
     def _pass(self, first: Int[Array, " B"], index: Int[Array, ""], growing: _Growing) -> _Growing:
         """One pass over the beams. `first`: the position, and the slot, of the root's children."""
-        batch, k = growing.beams.shape
-        start = first + index * k
+        nodes, beams = growing.candidates, growing.beams
+        batch, k = beams.shape
+        start, number = first + index * k, k + index * k * k
         level = Level(jnp.broadcast_to((first + index)[:, None], (batch, k)), first, growing.sees)
-        embedded = self.model.embed[jnp.take_along_axis(growing.tokens, growing.beams, axis=1)]
+        embedded = self.model.embed[jnp.take_along_axis(nodes.tokens, beams, axis=1)]
         hidden, cache = self.model.network.pairs(
             embedded, growing.hidden, growing.cache, start, jnp.max(start) + k, level
         )
         score, ids = self._best(hidden)
         probability = jnp.exp(score).reshape(batch, -1)
-        score = (jnp.take_along_axis(growing.score, growing.beams, axis=1)[..., None] + score).reshape(batch, -1)
-        number = k + index * k * k
-        growing = growing.with_candidates(
-            number, ids.reshape(batch, -1), jnp.repeat(growing.beams, k, axis=1), score, probability
-        )
+        score = (jnp.take_along_axis(nodes.score, beams, axis=1)[..., None] + score).reshape(batch, -1)
+        children = _Candidates(ids.reshape(batch, -1), jnp.repeat(beams, k, axis=1), score, probability)
         _, chosen = jax.lax.top_k(score, k)
         parent = chosen // k
         own_slots = jnp.arange(self.depth * k) == ((index + 1) * k + jnp.arange(k))[:, None]
-        return growing.replace(
+        return _Growing(
+            candidates=nodes.put(number, children),
             beams=number + chosen,
             hidden=gather_rows(hidden, parent),
             sees=jnp.take_along_axis(growing.sees, parent[..., None], axis=1) | own_slots,

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.branches import narrowest, one_of, when
-from failfast_jax.decoding.decode_state import Committed, Draft
+from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, Grow, Growth
-from failfast_jax.decoding.proposal import Extras, propose
-from failfast_jax.decoding.windows import gather_rows, write_rows
+from failfast_jax.decoding.token_tree import take_slots
+from failfast_jax.decoding.windows import gather_rows, narrowest, when, write_rows
 from failfast_jax.models.block_network import DSparkModel
 from failfast_jax.models.kv_cache import KVCache, round_up
 
@@ -45,28 +44,11 @@ class FeatureState:
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class FeatureDrafter(Drafter):
-    """Base of the drafters of blocks: the model and the features that it reads."""
+    """The part of the drafter that keeps its model's cache: the model, and the features that it reads."""
 
     model: DSparkModel
-    spec_len: int = flax.struct.field(pytree_node=False, default=7)
     deferred: bool = flax.struct.field(pytree_node=False, default=False)
     """Store the features of many rounds at once, when a draft needs them: worth it where many rounds draft nothing."""
-
-    def shaped(self, *lengths: int, max_prefix: int = 0) -> DraftShape:
-        """The shape of drafts of these lengths, the longest one last."""
-        return DraftShape(
-            longest=lengths[-1],
-            lengths=lengths,
-            window=max(self.block_rows, PENDING if self.deferred else 0),
-            feature_layers=self.model.feature_layers,
-            has_model=True,
-            max_prefix=max_prefix,
-        )
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of the widest pass."""
-        return round_up(self.model.config.block_size, ROWS)
 
     def init(self, batch, capacity):
         network, dtype = self.model.network, self.model.dtype
@@ -81,7 +63,7 @@ class FeatureDrafter(Drafter):
     def prefill(self, state, committed, start, width, features):
         at = committed.length - 2 - start
         inside = (at >= 0) & (at < width)
-        last = jnp.take_along_axis(features, jnp.clip(at, 0, width - 1)[:, None, None, None], axis=1)[:, 0]
+        last = take_slots(features, jnp.clip(at, 0, width - 1)[:, None])[:, 0]
         return state.replace(
             cache=self.model.network.store(features, state.cache, jnp.full_like(committed.length, start)),
             features=jnp.where(inside[:, None, None], last, state.features),
@@ -94,20 +76,23 @@ class FeatureDrafter(Drafter):
     def commit(self, state, outcome):
         before, after, features = outcome.before, outcome.after, outcome.features
         count = after.length - before.length
-        last = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None, None], axis=1)[:, 0]
+        last = take_slots(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
         state = state.replace(features=jnp.where((count > 0)[:, None, None], last, state.features))
         rows = features.shape[1]
         if not self.deferred or 2 * rows > PENDING:
             cache = self.model.network.store(features, state.cache, before.length - 1)
             return state.replace(cache=cache, stored=after.length - 1)
         at = before.length - 1 - state.stored
-        # Features are wide: after a plain step, only the row that matters is moved.
-        writes = [functools.partial(write_rows, new=features[:, :width], at=at) for width in (1, rows)]
-        pending = one_of(jnp.any(count > 1), writes, state.pending)
-        no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)
-        return self._store_pending(state.replace(pending=pending), after, no_room)
 
-    def _store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
+        def write(width: int, pending: Array) -> Array:
+            return write_rows(pending, features[:, :width], at)
+
+        # Features are wide: after a plain step, only the row that matters is moved.
+        pending = narrowest((1, rows), jnp.max(count), write, state.pending)
+        no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)
+        return self.store_pending(state.replace(pending=pending), after, no_room)
+
+    def store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
         """With nothing pending, if `condition`."""
 
         def store(width: int, cache: KVCache) -> KVCache:
@@ -116,12 +101,6 @@ class FeatureDrafter(Drafter):
         most = jnp.max(committed.length - 1 - state.stored)
         cache = when(condition, functools.partial(narrowest, STORES, most, store), state.cache)
         return state.replace(cache=cache, stored=jnp.where(condition, committed.length - 1, state.stored))
-
-    def _ready(self, state: FeatureState, committed: Committed) -> FeatureState:
-        """With the context that a draft sees, if any sequence is to draft."""
-        if not self.deferred:
-            return state
-        return self._store_pending(state, committed, jnp.any(committed.running & (state.stored < committed.length - 1)))
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -132,22 +111,24 @@ class DSparkDrafter(Grow, FeatureDrafter):
     chosen row after row, each corrected for the one before it.
     """
 
-    model: DSparkModel
+    spec_len: int = flax.struct.field(pytree_node=False, default=7)
     max_spec_len: int = flax.struct.field(pytree_node=False)
     cut: Float[ArrayLike, ""] | None = None
     """A draft ends before its first token with a lower confidence; None: it is not cut."""
+    short_last_chunk = True
 
     @property
     def shape(self) -> DraftShape:
         longest = self.max_spec_len
-        max_prefix = self.prefix(longest - 1)
-        if self.cut is not None:
-            return self.shaped(*range(longest + 1), max_prefix=max_prefix)
-        return self.shaped(*range(self.spec_len, longest, self.spec_len), longest, max_prefix=max_prefix)
-
-    @property
-    def least(self) -> int:
-        return 1  # the last chunk may be shorter
+        whole = (*range(self.spec_len, longest, self.spec_len), longest)
+        return DraftShape(
+            longest=longest,
+            lengths=whole if self.cut is None else tuple(range(longest + 1)),
+            window=max(self.block_rows, PENDING if self.deferred else 0),
+            feature_layers=self.model.feature_layers,
+            has_model=True,
+            max_prefix=0 if self.sampled else longest - 1,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -160,24 +141,23 @@ class DSparkDrafter(Grow, FeatureDrafter):
         return round_up(config.block_size * -(-(self.max_spec_len + config.own_row) // config.block_size), ROWS)
 
     def draft(self, state, committed, begun=None):
-        draft, state = super().draft(self._ready(state, committed), committed, begun)
-        return self._cut(draft, 0 if begun is None else begun.length), state
+        if self.deferred:
+            lacking = jnp.any(committed.running & (state.stored < committed.length - 1))
+            state = self.store_pending(state, committed, lacking)
+        draft, state = super().draft(state, committed, begun)
+        if self.cut is not None:  # the first tokens may be another source's
+            begins = jnp.reshape(0 if begun is None else begun.length, (-1, 1))
+            sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < begins)
+            draft = draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
+        return draft, state
 
     def look(self, committed, growth):
-        start = committed.length - 1
+        start, drafted = committed.length - 1, growth.draft.length
         root = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-        known = jnp.concatenate([root, growth.tokens], axis=1)
+        known = jnp.concatenate([root, growth.draft.tokens], axis=1)
         hidden, cache = self._hidden(growth, known, start)
-        tokens, confidence, extras = self._choose(hidden, known, growth.drafted, committed)
-        count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
-        return Chunk(tokens, confidence, count, extras), growth.state.replace(cache=cache)
-
-    def _cut(self, draft: Draft, prefix: Int[ArrayLike, "*B"]) -> Draft:
-        """Without what follows a token that is not sure; `prefix` first tokens are another source's."""
-        if self.cut is None:
-            return draft
-        sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < jnp.reshape(prefix, (-1, 1)))
-        return draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
+        count = jnp.minimum(self.spec_len, self.max_draft - drafted)
+        return Chunk(*self._choose(hidden, known, drafted, committed), count), growth.state.replace(cache=cache)
 
     def _hidden(
         self, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
@@ -187,13 +167,13 @@ class DSparkDrafter(Grow, FeatureDrafter):
         #   rows      0 root  1 d0  2 d1  3 d2 | 4 M  5 M  6 M  7 M    8 rows: two blocks
         #   scores                  -     d3   | d4   d5   ...          the next chunk is read from row 3 on
         # A network whose rows score their own place (`own_row`) reads the same tokens one row later.
-        config, rows = self.model.config, self.block_rows
-        last = jnp.minimum(growth.drafted + self.spec_len, self.max_draft) + config.own_row
+        config, rows, drafted = self.model.config, self.block_rows, growth.draft.length
+        last = jnp.minimum(drafted + self.spec_len, self.max_draft) + config.own_row
         used = -(-last // config.block_size) * config.block_size
         tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
-        known_rows = jnp.arange(rows) <= growth.drafted[:, None]
+        known_rows = jnp.arange(rows) <= drafted[:, None]
         # Without the barrier XLA would compute what is made of the features in every round, even one without drafts.
-        features, _ = jax.lax.optimization_barrier((growth.state.features, growth.drafted))
+        features, _ = jax.lax.optimization_barrier((growth.state.features, drafted))
         inputs = self.model.network.inputs(self.model.embed, tokens, known_rows, features)
 
         def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
@@ -210,39 +190,39 @@ class DSparkDrafter(Grow, FeatureDrafter):
 
     def _choose(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"], committed: Committed
-    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Extras]:
-        """Chooses the next `spec_len` tokens after `drafted` ones."""
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Float[Array, "B N V"] | None]:
+        """Chooses the next `spec_len` tokens after `drafted` ones: see `Grow.propose`.
+
+        The confidence is the confidence head's where there is one.
+        """
         network, own_row = self.model.network, self.model.config.own_row
         front = drafted[:, None] + jnp.arange(self.spec_len)
         here = gather_rows(hidden, jnp.minimum(front + own_row, self.block_rows - 1))
-        logits = self.model.logits(here)
-        positions = committed.length[:, None] + front
+        logits, positions, before = self.model.logits(here), committed.length[:, None] + front, None
         if network.markov is None:
-            tokens, confidence, extras = self._propose(logits, positions, committed)
-            return tokens, self._confidence(here, None, confidence), extras
+            tokens, confidence, q = self._propose(logits, positions, committed)
+        else:
+            start = self._markov_state(hidden, known, drafted)
+            tokens, confidence, q, before = self._in_turn(here, logits, positions, start, committed)
+        if network.confidence is not None:
+            confidence = jax.nn.sigmoid(network.confidence_logits(here, before))
+        return tokens, confidence, q
 
-        before = self._markov_state(hidden, known, drafted)
-        tokens, before, confidence, extras = self.in_turn(here, logits, positions, before, committed)
-        return tokens, self._confidence(here, before, confidence), extras
-
-    def in_turn(
+    def _in_turn(
         self,
         hidden: Float[Array, "B N E"],
         logits: Float[Array, "B N v"],
         positions: Int[Array, "B N"],
-        behind: tuple[Float[Array, "B r"], Int[Array, " B"]],
+        start: tuple[Float[Array, "B r"], Int[Array, " B"]],
         committed: Committed,
-    ) -> tuple[Int[Array, "B N"], Float[Array, "B N r"], Float[Array, "B N"] | None, Extras]:
-        """Tokens of a block's rows from left to right, each corrected by the Markov head for the one before it.
+    ) -> tuple[Array, Array | None, Array | None, Float[Array, "B N r"]]:
+        """Chooses tokens from left to right, each corrected by the Markov head for the one before it.
 
         Args:
-          hidden: of the rows.
-          logits: of the rows, before correction.
-          behind: the head's state before the rows, and the token there.
+          start: the head's state before the rows, and the token there.
 
         Returns:
-          The tokens, what the head knows of those in front of each, their softmax where no head says how sure they are,
-          and extras.
+          The results of `_propose`, and the head's embedding of the token before each row.
         """
         markov = self.model.network.markov
 
@@ -251,26 +231,25 @@ class DSparkDrafter(Grow, FeatureDrafter):
             before = markov.embedded(token)
             state, code = markov.step(state, before, hidden)
             logits = (logits + markov.bias(code))[:, None]
-            chosen, confidence, extras = self._propose(logits, positions[:, None], committed)
-            return (state, chosen[:, 0]), (chosen, confidence, extras, before)
+            chosen = self._propose(logits, positions[:, None], committed)
+            return (state, chosen[0][:, 0]), (chosen, before)
 
         by_row = tuple(jnp.moveaxis(x, 1, 0) for x in (hidden, logits, positions))
         with jax.named_scope("markov"):
-            _, (*chosen, before) = jax.lax.scan(row, behind, by_row)
-        tokens, confidence, extras = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), tuple(chosen))
-        return tokens, jnp.moveaxis(before, 0, 1), confidence, extras
+            _, (chosen, before) = jax.lax.scan(row, start, by_row)
+        return *jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), chosen), jnp.moveaxis(before, 0, 1)
 
     def _propose(
         self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed
-    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Extras]:
-        """Tokens of the target's vocabulary, and their softmax where no head says how sure they are."""
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Float[Array, "B N V"] | None]:
+        """`Grow.propose` in ids of the target; no confidences where a head gives them."""
         ids = self.model.draft_ids
-        narrow = ids is not None and not (self.sampled or self.alternatives)
-        # What leaves a drafter beside tokens and confidences speaks of the target's ids.
+        narrow = ids is not None and not self.sampled
+        # Distributions are over the target's ids.
         logits = logits if narrow else self.model.over_vocabulary(logits)
-        asked = self.extra | {"confidence": self.model.network.confidence is None}
-        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **asked)
-        return ids[tokens] if narrow else tokens, confidence, extras
+        confident = self.model.network.confidence is None
+        tokens, confidence, q = self.propose(logits, positions, committed, confident)
+        return ids[tokens] if narrow else tokens, confidence, q
 
     def _markov_state(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"]
@@ -287,10 +266,3 @@ class DSparkDrafter(Grow, FeatureDrafter):
             return jnp.where((index < drafted)[:, None], after, state)
 
         return jax.lax.fori_loop(0, jnp.max(drafted), row, state), last
-
-    def _confidence(
-        self, hidden: Float[Array, "B N E"], before: Float[Array, "B N r"] | None, softmax: Float[Array, "B N"] | None
-    ) -> Float[Array, "B N"]:
-        """The confidence head's, else the largest probability."""
-        network = self.model.network
-        return softmax if network.confidence is None else jax.nn.sigmoid(network.confidence_logits(hidden, before))

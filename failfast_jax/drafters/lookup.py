@@ -50,9 +50,8 @@ def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " 
 class Lookup(Drafter):
     """Drafts from the sequence itself; the longer the match, the longer the draft.
 
-    A token's confidence is m / (m + 1) for the m tokens before it that match, drafted ones included.
-
-    A round without a match of at least `min_match` tokens is a plain step of the target.
+    A token's confidence is m / (m + 1) for the m tokens before it that match, drafted ones included. A round without a
+    match of at least `min_match` tokens is a plain step of the target.
     """
 
     min_match: int = flax.struct.field(pytree_node=False, default=2)

@@ -12,12 +12,11 @@ from failfast_jax.decoding.expansion import Grow
 from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow, Never, StopRule
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
-from failfast_jax.drafters.block_diffusion import Wide
-from failfast_jax.drafters.branch_tree import ALTERNATIVES, TreeDrafter
+from failfast_jax.drafters.block_diffusion import Refine, Wide
+from failfast_jax.drafters.dllm import small_block_of
 from failfast_jax.drafters.eagle3 import EagleChain, EagleTree
 from failfast_jax.drafters.feature_block import DSparkDrafter
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, usual_length
-from failfast_jax.drafters.refine import BlockRefine, FeatureRefine
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
@@ -45,10 +44,6 @@ def _length(help: str, **more: Any) -> Any:
 
 def _block_size() -> Any:
     return option(None, "block of the diffusion model (as in its config)", least=2, kinds=(BLOCK_DIFFUSION,))
-
-
-def _small_block(help: str, **more: Any) -> Any:
-    return option(None, help, least=1, kinds=(BLOCK_DIFFUSION,), **more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +99,7 @@ class FailfastOptions(MethodOptions):
         "where a draft stops growing: confidence: below --tau; congestion: at a window, 1.8 times as long when a draft "
         "was accepted whole, else as long as what was accepted",
         choices=("confidence", "congestion"),
-        only={"schedule": "wide", "tree_budget": None},
+        only={"schedule": "wide"},
         kinds=BLOCKS,
     )
     schedule: str = option(
@@ -120,17 +115,12 @@ class FailfastOptions(MethodOptions):
         only=LEFT_TO_RIGHT,
         kinds=BLOCKS,
     )
-    tree_budget: int | None = _length(
-        "verify a tree of n tokens, the draft and branches",
-        only={"schedule": "wide", "reuse": False, "exact": False, **LEFT_TO_RIGHT},
-        kinds=BLOCKS,
-    )
     threshold: float | None = option(
         None, "aligned: a pass fills positions above it (0.05)", least=0, most=1, only={"schedule": "aligned"}
     )
     block_size: int | None = _block_size()
-    small_block_size: int | None = _small_block(
-        "aligned: positions unmasked together (8)", only={"schedule": "aligned"}
+    small_block_size: int | None = option(
+        None, "aligned: positions unmasked together (8)", least=1, only={"schedule": "aligned"}
     )
 
     @classmethod
@@ -146,20 +136,15 @@ class FailfastOptions(MethodOptions):
     def build(self, site: Site) -> Drafter:
         if self.schedule == "aligned":
             return self._aligned(site)
-        most = WINDOW_MOST if self.rule == "congestion" else self.tree_budget or MAX_SPEC_LEN
-        alternatives = ALTERNATIVES if self.tree_budget else 0
-        drafter = growing(site, self.spec_len, self.max_spec_len, most=most, alternatives=alternatives)
+        most = WINDOW_MOST if self.rule == "congestion" else MAX_SPEC_LEN
+        drafter = growing(site, self.spec_len, self.max_spec_len, most=most)
         chunk, longest = drafter.spec_len, drafter.max_spec_len
         drafter = drafter.replace(rule=self.stopping(chunk, longest))
-        if self.tree_budget:
-            reason = f"must be at least the longest draft, {longest} tokens (--spec-len, --max-spec-len)"
-            require(longest <= self.tree_budget, f"--tree-budget {self.tree_budget}", reason)
-            return TreeDrafter(model=drafter, budget=self.tree_budget)
-        if self.reuse:
-            reason = f"drafts of --spec-len {chunk} leave no room for more (--max-spec-len {longest})"
-            require(chunk < longest, "--reuse", reason)
-            return Reuse(model=drafter, max_spec_len=longest)
-        return drafter
+        if not self.reuse:
+            return drafter
+        reason = f"drafts of --spec-len {chunk} leave no room for more (--max-spec-len {longest})"
+        require(chunk < longest, "--reuse", reason)
+        return Reuse(model=drafter, max_spec_len=longest)
 
     def stopping(self, chunk: int, longest: int) -> StopRule:
         """Returns the rule that ends the drafts: a method with another one puts it here.
@@ -186,7 +171,7 @@ class FailfastOptions(MethodOptions):
             threshold=np.float32(ALIGNED_THRESHOLD if self.threshold is None else self.threshold),
             spec_len=chunk,
             max_spec_len=longest,
-            small_block=_small_block_of(self.small_block_size, site),
+            small_block=small_block_of(self.small_block_size, site.model),
         )
         return Reuse(model=aligned, max_spec_len=2 * aligned.max_draft, released=True) if self.reuse else aligned
 
@@ -196,26 +181,21 @@ class FastDllmOptions(MethodOptions):
     """Options of `fast-dllm`, the paper's baseline."""
 
     summary = "a block-diffusion model; static length, each pass fills the positions above --threshold and the best"
-    kinds = BLOCKS
+    kinds = (BLOCK_DIFFUSION,)
 
     spec_len: int | None = _length("tokens drafted per round (10)")
     threshold: float = option(0.9, "a pass fills positions above it", least=0, most=1)
     block_size: int | None = _block_size()
-    small_block_size: int | None = _small_block("positions unmasked together (8)")
+    small_block_size: int | None = option(None, "positions unmasked together (8)", least=1)
 
     def build(self, site: Site) -> Drafter:
-        threshold = np.float32(self.threshold)
-        if site.model.kind == FEATURE_BLOCK:
-            length = self.spec_len or site.model.rows
-            _check_rows(site, length, "--spec-len")
-            return FeatureRefine(model=site.model, spec_len=length, threshold=threshold)
         return Aligned(
             model=site.model,
             vocab=site.vocab,
             rule=Never(),
-            threshold=threshold,
+            threshold=np.float32(self.threshold),
             spec_len=self.spec_len or SPEC_LEN,
-            small_block=_small_block_of(self.small_block_size, site),
+            small_block=small_block_of(self.small_block_size, site.model),
             expand=False,
         )
 
@@ -225,7 +205,7 @@ class SpecDiffOptions(MethodOptions):
     """Options of `specdiff`."""
 
     summary = "a block-diffusion model; fixed length, --steps passes, each fills the most confident positions"
-    kinds = BLOCKS
+    kinds = (BLOCK_DIFFUSION,)
     samples = True
 
     spec_len: int | None = _length("tokens drafted per round (10)")
@@ -233,16 +213,12 @@ class SpecDiffOptions(MethodOptions):
     block_size: int | None = _block_size()
 
     def build(self, site: Site) -> Drafter:
-        reads_features = site.model.kind == FEATURE_BLOCK
-        length = self.spec_len or (site.model.rows if reads_features else SPEC_LEN)
+        length = self.spec_len or SPEC_LEN
         reason = f"must be at most --spec-len {length}, a step fills a position or more"
         require(self.steps <= length, f"--steps {self.steps}", reason)
         if self.steps == 1:
             return growing(site, length, length)
-        if reads_features:
-            _check_rows(site, length, "--spec-len")
-            return FeatureRefine(model=site.model, spec_len=length, steps=self.steps)
-        return BlockRefine(model=site.model, vocab=site.vocab, spec_len=length, steps=self.steps)
+        return Refine(model=site.model, vocab=site.vocab, spec_len=length, steps=self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,11 +304,7 @@ class AutoregressiveOptions(MethodOptions):
     spec_len: int | None = _length("tokens drafted per round (5; --dynamic: 10)")
     dynamic: bool = option(False, "draft on, --spec-len tokens at a time, while confident")
     tau: float | None = option(
-        None,
-        "with --dynamic: confidence below which a draft stops (0.45)",
-        least=0,
-        most=1,
-        only={"dynamic": True},
+        None, "with --dynamic: confidence below which a draft stops (0.45)", least=0, most=1, only={"dynamic": True}
     )
     max_spec_len: int | None = _length(
         "with --dynamic: longest draft (60)", not_below="spec_len", only={"dynamic": True}
@@ -352,7 +324,6 @@ def growing(
     max_spec_len: int | None,
     *,
     most: int = MAX_SPEC_LEN,
-    alternatives: int = 0,
     seldom: bool = False,
 ) -> Grow:
     """Returns the drafter of a site's model whose drafts grow, with no stopping rule yet.
@@ -361,30 +332,29 @@ def growing(
       spec_len: tokens of a chunk; None: as suits the model.
       max_spec_len: tokens of the longest draft; None: as suits the model.
       most: default of the longest draft.
-      alternatives: tokens after the best one to name at each position.
       seldom: many rounds may draft nothing.
 
     Raises:
       OptionError: lengths that do not fit each other, or the model.
     """
-    model = site.model
-    if model.kind == FEATURE_BLOCK:
-        rows, one_block = model.rows, bool(model.config.row_features)
-        default = min(rows, max_spec_len or rows)
-        spec_len, longest = lengths(spec_len, max_spec_len, default, rows if one_block else min(2 * rows, most))
-        _check_rows(site, spec_len, "--spec-len")
-        if one_block:
-            _check_rows(site, longest, "--max-spec-len")
-        extra = {"alternatives": alternatives, "deferred": seldom, "sampled": site.sampled}
-        return DSparkDrafter(model=model, spec_len=spec_len, max_spec_len=longest, **extra)
+    model, defaults = site.model, TOKEN_LENGTHS
     if model.kind == BLOCK_DIFFUSION:
-        spec_len, longest = lengths(spec_len, max_spec_len, SPEC_LEN, min(MAX_SPEC_LEN, most))
-        extra = {"alternatives": alternatives, "vocab": site.vocab, "sampled": site.sampled}
-        return Wide(model=model, spec_len=spec_len, max_spec_len=longest, **extra)
-    spec_len, longest = lengths(spec_len, max_spec_len, *TOKEN_LENGTHS)
+        defaults = SPEC_LEN, min(MAX_SPEC_LEN, most)
+    elif model.kind == FEATURE_BLOCK:
+        rows, one_block = model.rows, bool(model.config.row_features)
+        defaults = min(rows, max_spec_len or rows), rows if one_block else min(2 * rows, most)
+    spec_len, longest = lengths(spec_len, max_spec_len, *defaults)
+    if model.kind == AUTOREGRESSIVE:
+        return Autoregressive.of(site, seldom=seldom, spec_len=spec_len, max_spec_len=longest)
+    common = {"model": model, "sampled": site.sampled, "spec_len": spec_len, "max_spec_len": longest}
+    if model.kind == BLOCK_DIFFUSION:
+        return Wide(**common, vocab=site.vocab)
     if model.kind == EAGLE:
-        return EagleChain(model=model, spec_len=spec_len, max_spec_len=longest, sampled=site.sampled)
-    return Autoregressive.of(site, spec_len=spec_len, max_spec_len=longest, seldom=seldom)
+        return EagleChain(**common)
+    reason = f"this drafter fills up to {rows} positions in a pass"
+    require(spec_len <= rows, f"--spec-len {spec_len}", reason)
+    require(longest <= rows or not one_block, f"--max-spec-len {longest}", reason)
+    return DSparkDrafter(**common, deferred=seldom)
 
 
 def lengths(spec_len: int | None, max_spec_len: int | None, default: int, longest: int) -> tuple[int, int]:
@@ -397,20 +367,3 @@ def lengths(spec_len: int | None, max_spec_len: int | None, default: int, longes
     longest = max_spec_len or max(longest, spec_len)
     require(longest >= spec_len, f"--max-spec-len {longest}", f"must be at least --spec-len {spec_len}")
     return spec_len, longest
-
-
-def _check_rows(site: Site, length: int, flag: str) -> None:
-    """Raises OptionError: the model drafts fewer tokens than `length` in a pass."""
-    rows = site.model.rows
-    require(length <= rows, f"{flag} {length}", f"this drafter fills up to {rows} positions in a pass")
-
-
-def _small_block_of(requested: int | None, site: Site) -> int:
-    """Returns the positions that are unmasked together.
-
-    Raises:
-      OptionError: they do not divide the block.
-    """
-    small, block = requested or 8, site.model.config.block_size
-    require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
-    return small

@@ -16,7 +16,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
@@ -38,13 +38,13 @@ class ReuseState:
 
 
 def longest_agreement(
-    draft: Draft, last: Draft, rejected: Int[Array, " B"], *, most: int = LONGEST_MATCH, at_end: bool = False
+    draft: Draft, last: Draft, rejected: Int[Array, " B"], *, most: int, at_end: bool
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Finds the longest run of rejected tokens of `last` that ends `draft` and that a token follows; on ties the first.
 
     Args:
       most: longer agreements count as that long.
-      at_end: a run that nothing follows counts, too.
+      at_end: True to count a run that nothing follows, too.
 
     Returns:
       Its length (0: none), and the index in `last` of the token after it.
@@ -99,19 +99,14 @@ class Reuse(Drafter):
     def held(self, state, committed):
         return self.model.held(state.model, committed)
 
-    def _agreed(self, draft: Draft, state: ReuseState, model_state: Any) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
-        """Returns whether a draft continues like the last one, and the index there from which it does."""
-        if self.released:
-            agreement, after = longest_agreement(
-                draft, state.last, state.rejected + 1, most=self.model.max_draft, at_end=True
-            )
-            return (agreement >= SHORTEST_MATCH) & model_state.doubted, after
-        agreement, after = longest_agreement(draft, state.last, state.rejected)
-        return (agreement >= SHORTEST_MATCH) & (draft.length > 0), after
-
     def draft(self, state, committed):
         draft, model_state = self.model.draft(state.model, committed)
-        continues, after = self._agreed(draft, state, model_state)
+        if self.released:
+            most, rejected, lengthened = self.model.max_draft, state.rejected + 1, model_state.doubted
+        else:
+            most, rejected, lengthened = LONGEST_MATCH, state.rejected, draft.length > 0
+        agreement, after = longest_agreement(draft, state.last, rejected, most=most, at_end=self.released)
+        continues = lengthened & (agreement >= SHORTEST_MATCH)
         length = jnp.minimum(draft.length + state.last.length - after, jnp.minimum(self.max_draft, committed.room))
         columns = jnp.arange(self.max_draft)
         source = jnp.clip(after[:, None] + columns - draft.length[:, None], 0, self.max_draft - 1)

@@ -39,8 +39,8 @@ class Corpus:
 
     @no_type_check  # A wrong type is refused here, by name.
     def __init__(self, capacity: int) -> None:
-        if not isinstance(capacity, (int, np.integer)) or not 1 <= capacity < 2**24:
-            raise ValueError(f"a corpus needs a capacity of 1 to {2**24 - 1} tokens, got {capacity!r}")
+        if not isinstance(capacity, (int, np.integer)) or not 1 <= capacity < 2**23:
+            raise ValueError(f"a corpus needs a capacity of 1 to {2**23 - 1} tokens, got {capacity!r}")
         self.tokens = np.full(capacity, SEPARATOR, np.int32)
         """The texts, the latest one last, each followed by `SEPARATOR`."""
 
@@ -77,13 +77,11 @@ class _Vote:
 
     index: Int[Array, ""]
     """Tokens voted on."""
-    tokens: Int[Array, "B M"]
-    confidence: Float[Array, "B M"]
+    draft: Draft
     chance: Float[Array, " B"]
     """Product of the draft's confidences: that its last token is accepted."""
     agrees: Bool[Array, "B voters"]
     """Places that went on like the draft so far."""
-    length: Int[Array, " B"]
     growing: Bool[Array, " B"]
 
 
@@ -119,14 +117,11 @@ class Suffix(Drafter):
         end = earlier.size + committed.length
         state = self._observe(state, text, end, committed.length)
         latest, longest = self._electorate(state, end)
-        zeros = jnp.zeros((batch,), jnp.int32)
         start = _Vote(
             index=jnp.int32(0),
-            tokens=jnp.zeros((batch, self.max_draft), jnp.int32),
-            confidence=jnp.zeros((batch, self.max_draft)),
+            draft=Draft.empty(batch, self.max_draft),
             chance=jnp.ones((batch,)),
             agrees=latest >= 0,
-            length=zeros,
             growing=committed.running & (committed.room > 0) & (longest >= self.min_match),
         )
 
@@ -138,7 +133,7 @@ class Suffix(Drafter):
             following = jnp.where(
                 at < end[:, None],
                 jnp.take_along_axis(text, jnp.clip(at, 0, text.shape[1] - 1), axis=1),
-                jnp.take_along_axis(vote.tokens, drafted, axis=1),
+                jnp.take_along_axis(vote.draft.tokens, drafted, axis=1),
             )
             ballots = vote.agrees & (following != SEPARATOR)
             votes = jnp.sum(ballots[:, None] & (following[:, :, None] == following[:, None]), axis=2) * ballots
@@ -147,29 +142,25 @@ class Suffix(Drafter):
             share = votes.max(1) / jnp.maximum(vote.agrees.sum(1), 1)
             confidence = share * longest / (longest + 1.0)
             chance = vote.chance * confidence
-            growing = vote.growing & (chance >= self.tau) & (chance > 0)
-            index = vote.index + 1
-            return _Vote(
-                index=index,
-                tokens=vote.tokens.at[:, vote.index].set(token[:, 0]),
-                confidence=vote.confidence.at[:, vote.index].set(confidence),
-                chance=chance,
-                agrees=ballots & (following == token),
-                length=jnp.where(growing, index, vote.length),
-                growing=growing & (index < jnp.minimum(self.max_draft, committed.room)),
+            growing, index = vote.growing & (chance >= self.tau) & (chance > 0), vote.index + 1
+            draft = vote.draft.replace(
+                tokens=vote.draft.tokens.at[:, vote.index].set(token[:, 0]),
+                confidence=vote.draft.confidence.at[:, vote.index].set(confidence),
+                length=jnp.where(growing, index, vote.draft.length),
             )
+            growing &= index < jnp.minimum(self.max_draft, committed.room)
+            return _Vote(index, draft, chance, ballots & (following == token), growing)
 
         vote = jax.lax.while_loop(lambda vote: jnp.any(vote.growing), count_votes, start)
-        return Draft(tokens=vote.tokens, confidence=vote.confidence, length=vote.length, passes=zeros), state
+        return vote.draft, state
 
     def _electorate(self, state: SuffixState, end: Int[Array, " B"]) -> tuple[Int[Array, "B voters"], Int[Array, " B"]]:
         """The latest places with the longest match (-1: none), and that match's length."""
         places = jnp.arange(state.matched.shape[1])
         matched = jnp.where(places < end[:, None], state.matched, 0)
         longest = matched.max(1)
-        rank = jnp.where(matched == longest[:, None], places, -1)
-        if rank.shape[1] <= 2**24:
-            rank = rank.astype(jnp.float32)  # exact up to there; on CPU top_k of integers sorts the whole text
+        # As floats, exact up to 2^24: on CPU top_k of integers sorts the whole text.
+        rank = jnp.where(matched == longest[:, None], places, -1).astype(jnp.float32)
         latest, _ = jax.lax.top_k(rank, min(MOST_PLACES, rank.shape[1]))
         return latest.astype(jnp.int32), longest
 

@@ -10,8 +10,7 @@
     answers = progress.ids
 
 A `Session` holds the programs for one drafter, plan, batch and capacity. Its rows are independent requests: the text of
-a row depends on its request alone, and `Session.insert` puts another request in its place. `Runtime.compile` compiles
-further programs on the same models.
+a row depends on its request alone, and `Session.insert` puts another request in its place.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from failfast_jax.decoding.diffusion_decoding import BlockSchedule
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.exact_widths import WidthCheck
 from failfast_jax.decoding.placement import StatePlacement
@@ -35,8 +32,7 @@ from failfast_jax.models import sharding
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.cost_book import CostBook
 from failfast_jax.results import RowLog
-from failfast_jax.runtime.diffusion_session import DiffusionSession
-from failfast_jax.runtime.session import DraftSession, Progress, Request, Session, SessionSetup
+from failfast_jax.runtime.session import DiffusionSession, DraftSession, Progress, Request, Session, SessionSetup
 from failfast_jax.util.compilation import Executables
 
 __all__ = ["DiffusionSession", "DraftSession", "Progress", "Request", "RowLog", "Runtime", "Session"]
@@ -63,7 +59,6 @@ class Runtime:
       platform: `cpu`, `gpu` or `tpu`, which decides widths and defaults; the target's (`Execution.platform`).
       programs: the store; `programs.seconds` is the time spent on compiling.
       costs: measured costs of rounds, for drafters that decide by them.
-      width_check: widths of the target that are known to be bit-identical; runtimes of one target may share it.
 
     Raises:
       OptionError: `max_seq_len` exceeds the models' context, or the target cannot be spread over the mesh.
@@ -91,26 +86,14 @@ class Runtime:
         if max_seq_len is not None and not 2 <= max_seq_len <= context:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
-        self.programs = programs or Executables()
-        self.costs = CostBook(costs)
+        self.programs, self.costs = programs or Executables(), CostBook(costs)
         self.widths = widths or DEFAULT_WIDTHS[self.platform]
-        self.width_check = WidthCheck(target, self.widths)
+        self._width_check = WidthCheck(target, self.widths)
 
     @property
     def mesh(self) -> Mesh | None:
         """The devices that the models are spread over; None: one device."""
         return self.target.execution.mesh
-
-    def placement(self, batch: int) -> StatePlacement:
-        """Returns a function that keeps a state's arrays in place; programs that return a state end with it.
-
-        Raises:
-          OptionError: the batch does not divide over the data-parallel groups.
-        """
-        if self.mesh is None:
-            return StatePlacement.of(self.target)  # whatever the drafter: programs without one are shared
-        sharding.check_batch(batch, self.mesh)
-        return StatePlacement.of(self.target, self.drafter_model)
 
     def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
         """Returns the static widths, in rows, of every pass for a drafter.
@@ -119,7 +102,7 @@ class Runtime:
           exact: widths whose rows are bit-identical for `batch` sequences together; the first time a self-check of some
             seconds may measure them.
         """
-        identical = self.width_check.widths(drafter, batch) if exact and self.platform == "cpu" else ()
+        identical = self._width_check.widths(drafter, batch) if exact and self.platform == "cpu" else ()
         return make_plan(drafter, platform=self.platform, exact=exact, interchangeable=identical, widths=self.widths)
 
     def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:
@@ -169,8 +152,8 @@ class Runtime:
     ) -> DraftSession:
         """Returns the programs that decode `batch` requests of up to `capacity` tokens (prompt included) by drafts.
 
-        They compile side by side in other threads; the first call of each waits for it. A drafter that decides by costs
-        takes all widths to cost the same until `costs.price` measures them.
+        They compile side by side in other threads; the first call of each waits for it. Until `costs.price` measures
+        them, all widths cost the same for a drafter that decides by costs.
 
         Args:
           drafter: built for `drafter_model` if it has a model.
@@ -181,7 +164,7 @@ class Runtime:
             place, for `DraftSession.logprobs`; None: keep none, at no cost.
 
         Raises:
-          OptionError: see `placement`.
+          OptionError: the batch does not divide over the data-parallel groups.
         """
         plan = plan or self.plan(drafter, batch=batch)
         session = DraftSession(self._setup(batch, capacity), self.target, drafter, plan, logprobs)
@@ -190,15 +173,7 @@ class Runtime:
         return session
 
     def diffusion_session(
-        self,
-        model: Decoder | None = None,
-        *,
-        batch: int = 1,
-        capacity: int,
-        threshold: float = 1.0,
-        released_length: bool = False,
-        graph: np.ndarray | None = None,
-        **schedule: Any,
+        self, model: Decoder | None = None, *, batch: int = 1, capacity: int, **options: Any
     ) -> DiffusionSession:
         """Returns the programs of a block-diffusion model that writes without a target (method `dllm`).
 
@@ -206,16 +181,15 @@ class Runtime:
           model: None: the target; or its weights under another block size.
           batch: rows; a multiple of the data-parallel groups.
           capacity: tokens of a row, see `capacity`.
-          threshold: confidence above which a pass fills a position.
-          released_length: see `decoding.diffusion_decoding.blocks_to_write`.
-          graph: draft states to run beside the block, see `decoding.draft_states`; None: plain decoding.
-          schedule: `small_block` (8), which divides the block size, and `block_cache` (False): passes may run over the
-            small block alone.
+          options: those of `DiffusionSession`.
         """
-        setup, static = self._setup(batch, capacity), BlockSchedule(**schedule)
-        session = DiffusionSession(setup, model or self.target, static, threshold, graph, released_length)
+        session = DiffusionSession(self._setup(batch, capacity), model or self.target, **options)
         session.compile_loop()
         return session
 
     def _setup(self, batch: int, capacity: int) -> SessionSetup:
-        return SessionSetup(self.programs, self.placement(batch), batch, capacity)
+        placement = StatePlacement.of(self.target)  # whatever the drafter: programs without one are shared
+        if self.mesh is not None:
+            sharding.check_batch(batch, self.mesh)
+            placement = StatePlacement.of(self.target, self.drafter_model)
+        return SessionSetup(self.programs, placement, batch, capacity)

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from failfast_jax import decoding
-from failfast_jax.decoding.decode_state import DecodeState, Draft, Prompts, Sampling, Verified
+from failfast_jax.decoding import diffusion_decoding, draft_states
+from failfast_jax.decoding.decode_state import DecodeState, Prompts, Sampling
+from failfast_jax.decoding.diffusion_decoding import BlockSchedule
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.width_plan import Plan, prefill_parts, prefill_schedule
@@ -21,15 +23,16 @@ from failfast_jax.errors import PromptError
 from failfast_jax.models.sharding import DATA
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.expected_tokens import Costs
-from failfast_jax.results import RowLog, TokenLogprob
+from failfast_jax.results import Round, RowLog, TokenLogprob
 from failfast_jax.runtime import row_programs
-from failfast_jax.util import numerics
 from failfast_jax.util.compilation import Compilation, Executables, Program
 
 NO_LIMIT = 2**30
 
 State = Any
 """`decoding.decode_state.DecodeState`, or `decoding.diffusion_decoding.DiffusionState`. Donated: use it once."""
+Chunks = list[tuple[int, dict[str, Any]]]
+"""Where each chunk of a prefill starts, and its static arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,32 +70,21 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class SessionSetup:
-    """Rows of a session, and what compiles and places them.
-
-    Attributes:
-      executables: the store that compiles programs.
-      placement: see `Runtime.placement`.
-      batch: rows.
-      capacity: maximum tokens of a row, prompt and output together.
-    """
+    """Rows of a session, and what compiles their programs and places their states."""
 
     executables: Executables
     placement: StatePlacement
     batch: int
     capacity: int
+    """Maximum tokens of a row, prompt and output together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionProgram:
-    """A pure function that returns a state, alone or last; the state is put in its place.
-
-    Attributes:
-      name: the program's name in messages and profiles.
-      function: the function; what is static is bound to it.
-      placement: see `Runtime.placement`.
-    """
+    """A pure function that returns a state, which is put in its place; what is static is bound to it."""
 
     name: str
+    """In messages and profiles."""
     function: Callable
     placement: StatePlacement
 
@@ -101,37 +93,21 @@ class SessionProgram:
         return self.name.replace(" ", "_")
 
     def __call__(self, *args: Any) -> Any:
-        result = self.function(*args)
-        if isinstance(result, tuple):
-            return *result[:-1], self.placement(result[-1])
-        return self.placement(result)
-
-
-@dataclasses.dataclass(frozen=True)
-class SessionPrograms:
-    """The functions of one way of decoding. Static arguments are bound, but for those of a chunk.
-
-    Attributes:
-      start: `(*models, *inputs) -> state`, with empty caches; see `Session._inputs`.
-      prefill: `(*models, state, start, **chunk) -> state`; see `Session._chunks`.
-      advance: `(*models, state, ..., most, until_any) -> state`; see `Session._loop_args`.
-    """
-
-    start: Callable
-    prefill: Callable
-    advance: Callable
+        return self.placement(self.function(*args))
 
 
 class Session:
-    """Compiled programs for a batch of rows; made by a `Runtime`.
+    """Compiled programs for a batch of rows.
 
     Args:
-      setup: rows, their capacity, and the store of programs.
+      setup: rows, and what compiles and places them.
       models: first arguments of every program: the target and the drafter, or the model that writes.
-      programs: the functions to compile.
+      start: `(*models, *inputs) -> state`, with empty caches; see `_inputs`.
+      prefill: `(*models, state, start, **chunk) -> state`; see `Chunks`.
+      advance: `(*models, state, *settings, most, until_any) -> state`, with these `settings`.
 
     Attributes:
-      batch, capacity, placement: see `SessionSetup`.
+      batch, capacity: see `SessionSetup`.
       shapes: a state of shapes, with their places.
       stream_rounds: rounds (of `dllm`: passes) of a slice of a stream.
       unit: steps of the loop, in messages.
@@ -139,23 +115,31 @@ class Session:
 
     stream_rounds, unit = 4, "rounds"
 
-    def __init__(self, setup: SessionSetup, models: tuple[Any, ...], programs: SessionPrograms):
+    def __init__(
+        self,
+        setup: SessionSetup,
+        models: tuple[Any, ...],
+        *,
+        start: Callable,
+        prefill: Callable,
+        advance: Callable,
+        settings: tuple[Any, ...] = (),
+    ):
         self.batch, self.capacity, self.placement = setup.batch, setup.capacity, setup.placement
-        self.models, self._executables, self._programs = models, setup.executables, programs
-        [self._starting] = self._compile((self._start, (*models, *self._inputs(self._any_requests(self.batch)))))
+        self.models, self._executables, self._settings = models, setup.executables, settings
+        self._prefill, self._advance = prefill, advance
+        inputs = self._inputs([Request(prompt=(0,), max_new_tokens=NO_LIMIT)] * self.batch)
+        [self._starting] = self._compile((self._placed(start, "the start"), (*models, *inputs)))
         self.shapes = self.placement.placed(self._starting.shapes)
         self._loop: Compilation | None = None
 
     def _inputs(self, requests: Sequence[Request]) -> tuple[Any, ...]:
-        """Arguments of `SessionPrograms.start` after the models, checked."""
+        """Arguments of `start` after the models, checked."""
         raise NotImplementedError
 
-    def _chunks(self, prompt_tokens: int, begin: int = 0) -> list[tuple[int, dict[str, Any]]]:
-        """The prefill from position `begin` on: where each chunk starts, and its static arguments."""
+    def _chunks(self, prompt_tokens: int, begin: int = 0) -> Chunks:
+        """The prefill from position `begin` on."""
         raise NotImplementedError
-
-    def _loop_args(self, state: State, most: int, until_any: bool) -> tuple:
-        return *self.models, state, np.int32(most), np.bool_(until_any)
 
     def _view(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Token ids, start and end of each row's output in them, and why it ended."""
@@ -175,32 +159,36 @@ class Session:
             raise ValueError(f"{len(requests)} requests for {self.batch} rows")
         return self._starting(*self.models, *self._inputs(requests))
 
+    def start_endless(self, prompt: Sequence[int]) -> State:
+        """Returns the `start` of rows that all have this prompt and never reach a limit: for timing."""
+        return self.start([Request(prompt, NO_LIMIT)] * self.batch)
+
     def prepare(self, prompt_tokens: int) -> None:
         """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
         self._wait_for(self._chunks(prompt_tokens))
 
-    def _wait_for(self, chunks: list[tuple[int, dict[str, Any]]]) -> None:
+    def _wait_for(self, chunks: Chunks) -> None:
         for compilation in (self._starting, *self._compile_chunks(chunks)):
             compilation.wait()
 
     def compile_loop(self) -> Compilation:
         """Starts to compile the loop over rounds, unless that was done; it compiles while the host goes on."""
         if self._loop is None:
-            advance = self._placed(self._programs.advance, f"the loop over {self.unit}")
+            advance = self._placed(self._advance, f"the loop over {self.unit}")
             args = self._loop_args(self.shapes, NO_LIMIT, False)
             [self._loop] = self._compile((advance, args), donate=(len(self.models),))
         return self._loop
+
+    def _loop_args(self, state: State, most: int, until_any: bool) -> tuple:
+        return *self.models, state, *self._settings, np.int32(most), np.bool_(until_any)
 
     def wait(self) -> None:
         """Waits until the loop over rounds is compiled, too."""
         self.compile_loop().wait()
 
     def prefill(self, requests: Sequence[Request]) -> State:
-        """Returns a state with the prompts in the caches, one request per row. The loop may still be compiling.
-
-        Raises:
-          ValueError: see `start`.
-        """
+        """Returns a state with the prompts in the caches, one request per row, or raises like `start`. The loop may
+        still be compiling."""
         *_, state = self.prefill_in_chunks(requests)
         return state
 
@@ -214,7 +202,12 @@ class Session:
         """Returns the number of chunks that a prompt's prefill takes from position `begin` on."""
         return len(self._chunks(prompt_tokens, begin))
 
-    def _prefilling(self, state: State, compilations: list[Compilation], chunks: list[tuple]) -> Iterator[State]:
+    def _compile_chunks(self, chunks: Chunks) -> list[Compilation]:
+        args = (*self.models, self.shapes, np.int32(0))
+        programs = [self._placed(self._prefill, "prefill", **static) for _, static in chunks]
+        return self._compile(*((program, args) for program in programs), donate=(len(self.models),))
+
+    def _prefilling(self, state: State, compilations: list[Compilation], chunks: Chunks) -> Iterator[State]:
         yield state
         for compilation, (at, _) in zip(compilations, chunks):
             state = compilation(*self.models, state, np.int32(at))
@@ -225,22 +218,18 @@ class Session:
 
         Args:
           state: of this session; donated.
-          single: state of a session with batch `groups` and otherwise equal, whose first row is taken.
+          single: state of a session with the same drafter and capacity, whose first row is taken.
 
         Raises:
-          ValueError: no such row, or a state of another capacity or drafter.
+          ValueError: no such row.
         """
-        by_row = self._leaves_by_row
         if not 0 <= row < self.batch:
             raise ValueError(f"row {row}: there are {self.batch}")
-        if not row_programs.fits(single, self.shapes, by_row=by_row, rows=self.groups):
-            raise ValueError(f"a row is taken from a session with batch {self.groups}, the same drafter and capacity")
-        return self._new_state(row_programs.insert, state, single, np.int32(row), donate=0, by_row=by_row)
+        return self._new_state(row_programs.insert, state, single, np.int32(row), donate=0)
 
     def take(self, state: State, row: int) -> State:
         """Returns a state of a session with batch `groups`, each of whose rows is a copy of a row. Does not donate."""
-        static = {"by_row": self._leaves_by_row, "copies": self.groups}
-        return self._new_state(row_programs.take, state, np.int32(row), **static)
+        return self._new_state(row_programs.take, state, np.int32(row), copies=self.groups)
 
     def end(self, state: State, rows: Collection[int]) -> State:
         """Ends rows that are still running; their tokens stay. Donates the state."""
@@ -262,23 +251,6 @@ class Session:
         ids, begin, end, finish = self._fetch(self._view(state))
         return Progress([ids[row, begin[row] : end[row]].tolist() for row in range(self.batch)], finish.tolist())
 
-    def _fetch(self, tree: Any) -> Any:
-        """Copies arrays to this host; with several processes each one gets the whole batch."""
-        if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
-            tree = self._run(functools.partial(row_programs.everywhere, mesh=self._mesh), tree)
-        return jax.device_get(tree)
-
-    def _run(self, function: Callable, *args: Any, donate: int | None = None) -> Any:
-        [program] = self._compile((function, args), donate=() if donate is None else (donate,))
-        return program(*args)
-
-    def _placed(self, function: Callable, name: str, **static: Any) -> SessionProgram:
-        return SessionProgram(name, functools.partial(function, **static), self.placement)
-
-    def _new_state(self, function: Callable, *args: Any, donate: int | None = None, **static: Any) -> Any:
-        """Runs a function that returns a state, alone or last."""
-        return self._run(self._placed(function, function.__name__, **static), *args, donate=donate)
-
     @property
     def groups(self) -> int:
         """Groups of devices that share the batch: rows of the smallest session, which prefills single requests."""
@@ -288,36 +260,24 @@ class Session:
     def _mesh(self) -> jax.sharding.Mesh | None:
         return self.models[0].execution.mesh
 
-    @property
-    def _start(self) -> SessionProgram:
-        return self._placed(self._programs.start, "the start")
+    def _fetch(self, tree: Any) -> Any:
+        """Copies arrays to this host; with several processes each one gets the whole batch."""
+        if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+            tree = self._run(functools.partial(row_programs.everywhere, mesh=self._mesh), tree)
+        return jax.device_get(tree)
 
-    @staticmethod
-    def _any_requests(batch: int) -> list[Request]:
-        return [Request(prompt=(0,), max_new_tokens=NO_LIMIT)] * batch
+    def _new_state(self, function: Callable, *args: Any, donate: int | None = None, **static: Any) -> State:
+        return self._run(self._placed(function, function.__name__, **static), *args, donate=donate)
 
-    def start_endless(self, prompt: Sequence[int]) -> State:
-        """Returns the `start` of rows that all have this prompt and never reach a limit: for timing."""
-        return self.start([Request(prompt, NO_LIMIT)] * self.batch)
+    def _run(self, function: Callable, *args: Any, donate: int | None = None) -> Any:
+        [program] = self._compile((function, args), donate=() if donate is None else (donate,))
+        return program(*args)
+
+    def _placed(self, function: Callable, name: str, **static: Any) -> SessionProgram:
+        return SessionProgram(name, functools.partial(function, **static), self.placement)
 
     def _compile(self, *programs: tuple[Callable, tuple], donate: tuple[int, ...] = ()) -> list[Compilation]:
         return self._executables.start(*(Program(function, args, donate) for function, args in programs))
-
-    def _compile_chunks(self, chunks: list[tuple[int, dict[str, Any]]]) -> list[Compilation]:
-        args = (*self.models, self.shapes, np.int32(0))
-        programs = [self._placed(self._programs.prefill, "prefill", **static) for _, static in chunks]
-        return self._compile(*((program, args) for program in programs), donate=(len(self.models),))
-
-    @functools.cached_property
-    def _leaves_by_row(self) -> tuple[bool, ...]:
-        """True for the leaves of the state that grow with the batch, and so hold a value per row."""
-
-        @numerics.defaults()
-        def lengths(groups: int) -> list[tuple[int, ...]]:
-            inputs = self._inputs(self._any_requests(groups * self.groups))
-            return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self.models, *inputs))]
-
-        return tuple(single != double for single, double in zip(lengths(1), lengths(2)))
 
     def _prompts(self, requests: Sequence[Request]) -> Prompts:
         # Prompts [5, 6] and [7] with capacity 4: tokens [[5, 6, 0, 0], [7, 0, 0, 0]], lengths [2, 1].
@@ -327,19 +287,14 @@ class Session:
                 raise PromptError(f"a prompt of {len(request.prompt)} tokens: must have 1 to {self.capacity}")
             tokens[row, : len(request.prompt)] = request.prompt
 
-        def column(name: str, dtype: Any) -> np.ndarray:
-            return np.asarray([getattr(request, name) for request in requests], dtype)
-
+        types = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32}
+        columns = (types | {"sequence": np.int32}).items()
         return Prompts(
             tokens=tokens,
             length=np.asarray([len(request.prompt) for request in requests], np.int32),
             eos=np.asarray([decoding.stop_tokens(tuple(request.eos))[0] for request in requests], np.int32),
             sampling=Sampling(
-                temperature=column("temperature", np.float32),
-                top_k=column("top_k", np.int32),
-                top_p=column("top_p", np.float32),
-                seed=column("seed", np.uint32),
-                sequence=column("sequence", np.int32),
+                **{name: np.asarray([getattr(each, name) for each in requests], dtype) for name, dtype in columns}
             ),
         )
 
@@ -355,12 +310,13 @@ class DraftSession(Session):
 
     def __init__(self, setup: SessionSetup, target: Decoder, drafter: Drafter, plan: Plan, logprobs: int | None = None):
         self.drafter, self.plan, self.kept = drafter.planned(plan.widths), plan, logprobs
-        programs = SessionPrograms(
+        super().__init__(
+            setup,
+            (target, self.drafter),
             start=functools.partial(decoding.init_state, capacity=setup.capacity, plan=plan, logprobs=logprobs),
             prefill=decoding.prefill_chunk,
             advance=functools.partial(decoding.generate, plan=plan),
         )
-        super().__init__(setup, (target, self.drafter), programs)
 
     @functools.cached_property
     def key(self) -> str:
@@ -441,16 +397,70 @@ class DraftSession(Session):
         state = self._new_state(row_programs.graft, self.start([request] * self.batch), old, donate=1)
         return self._prefilling(state, compilations, chunks)
 
-    # A round in its three parts, for timing and for experiments. Each donates the state.
 
-    def draft(self, state: DecodeState) -> tuple[Draft, DecodeState]:
-        """Returns the drafter's proposal, and the state."""
-        return self._new_state(decoding.draft, self.drafter, state, donate=1)
+class DiffusionSession(Session):
+    """A block-diffusion model that writes on its own.
 
-    def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
-        """Returns the target's tokens along a proposal, which any code may have made, and the state."""
-        return self._new_state(decoding.verify, *self.models, state, proposal, donate=2, plan=self.plan)
+    Args:
+      threshold: confidence above which a pass fills a position.
+      graph: draft states that every pass runs beside the block, see `decoding.draft_states`; None: none.
+      released_length: see `diffusion_decoding.blocks_to_write`.
+      schedule: fields of `diffusion_decoding.BlockSchedule`.
+    """
 
-    def commit(self, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
-        """Returns the state after the round."""
-        return self._new_state(decoding.commit, self.drafter, state, proposal, verified, donate=1)
+    stream_rounds, unit = 8, "passes"
+
+    def __init__(
+        self,
+        setup: SessionSetup,
+        model: Decoder,
+        *,
+        threshold: float = 1.0,
+        graph: np.ndarray | None = None,
+        released_length: bool = False,
+        **schedule: Any,
+    ):
+        passes = BlockSchedule(**schedule)
+        self.config, self.block, self.released_length = model.config, model.config.block_size, released_length
+        self.threshold, self.small_block = np.float32(threshold), passes.small_block
+        self.graph = None if graph is None else draft_states.padded(graph, self.block)
+        static = {"states": None if graph is None else len(self.graph), "small_block": passes.small_block}
+        super().__init__(
+            setup,
+            (model,),
+            start=functools.partial(diffusion_decoding.init_state, capacity=setup.capacity, **static),
+            prefill=diffusion_decoding.prefill_chunk,
+            advance=functools.partial(draft_states.generate, schedule=passes),
+            settings=(self.threshold, self.graph),
+        )
+
+    def _inputs(self, requests):
+        count = functools.partial(
+            diffusion_decoding.blocks_to_write, self.config, capacity=self.capacity, released=self.released_length
+        )
+        blocks, limits = zip(*(count(len(request.prompt), request.max_new_tokens) for request in requests))
+        if not all(blocks):
+            raise PromptError(f"no whole block of {self.block} fits after the prompt within {self.capacity} tokens")
+        return self._prompts(requests), np.asarray(blocks, np.int32), np.asarray(limits, np.int32)
+
+    def _chunks(self, prompt_tokens, begin=0):
+        del begin  # always 0: see `prefill_onto`
+        width, starts = diffusion_decoding.prefill_starts(prompt_tokens, self.config, self.shapes.text.shape[1])
+        return [(at, {"width": width}) for at in starts]
+
+    def _view(self, state):
+        return state.text, state.prompt_length, state.end, state.finish
+
+    def rounds(self, state):
+        """Each row's blocks so far: with a token shift, a block emits its tokens and the next block's first one."""
+        passes, adopted, *view = self._fetch((state.block_passes, state.block_adopted, *self._view(state)))
+        logs = []
+        for passes_of, adopted_of, text, begin, end, _ in zip(passes, adopted, *view):
+            first_end = (begin // self.block + 1) * self.block + self.config.token_shift
+            stops = [begin, *range(first_end, end, self.block), end] if end > begin else []
+            blocks = [
+                Round([], [], 0, text[at:stop].tolist(), int(count), adopted=None if self.graph is None else int(saved))
+                for at, stop, count, saved in zip(stops, stops[1:], passes_of, adopted_of)
+            ]
+            logs.append(RowLog(blocks, 0, sum(entry.passes for entry in blocks) + int(begin >= self.block)))
+        return logs

@@ -55,7 +55,7 @@ def records(tmp_path):
 def test_the_preset_is_the_released_setting(preset, stub, tmp_path):
     assert preset() == 0
     found = {r["setting"]: r["options"] for r in records(tmp_path)}
-    others = {"vanilla", "eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree"}
+    others = {"vanilla", "eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide"}
     swept = {f"{row}:spec_len={n}" for row in ("ar", "fast-dllm+") for n in range(3, 21)}
     assert set(found) == others | swept
     released = {"schedule": "aligned", "spec_len": 10, "max_spec_len": 60, "threshold": 0.05, "tau": 0.45}

@@ -44,7 +44,7 @@ def found(run):
 
 
 SWEPT = {"ar": "ar:spec_len={}", "fast-dllm": "fast-dllm+:spec_len={}"}
-ROWS = ("eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree")
+ROWS = ("eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide")
 
 
 def test_every_row_is_lossless(found):

@@ -106,6 +106,6 @@ def test_all_drafters_of_one_target(tmp_path, capsys):
     drafter = ["--drafter", str(field / published["dspark"])]
     assert main([*args, *drafter, "--methods", "all", "--out", str(tmp_path / "all")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for method in ("dspark", "dflash", "failfast", "fast-dllm", "specdiff"):
+    for method in ("dspark", "dflash", "failfast"):
         assert f"| {method} |" in text, method
     assert "Left out: `eagle3` (" in text and "needs a drafter of kind eagle" in text

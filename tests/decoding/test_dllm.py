@@ -12,7 +12,7 @@ from tiny_engines import diffusion_engine
 from tiny_models import VOCAB, diffusion_config, random_model, sampling
 
 from failfast_jax import GenerationConfig
-from failfast_jax.decoding import diffusion_decoding
+from failfast_jax.decoding import diffusion_decoding, draft_states
 from failfast_jax.decoding.decode_state import MAX_EOS_TOKENS, Prompts
 from failfast_jax.decoding.diffusion_decoding import BlockSchedule
 
@@ -77,7 +77,7 @@ def sampled_blocks(model, threshold):
         eos, lengths = np.full((1, MAX_EOS_TOKENS), -1, np.int32), np.full(1, BLOCK, np.int32)
         prompts = Prompts(np.asarray([PROMPT], np.int32), lengths, eos, options)
         state = diffusion_decoding.init_state(model, prompts, capacity=2 * BLOCK, **ends)
-        state = diffusion_decoding.generate(model, state, threshold, 99, schedule=BlockSchedule(PART))
+        state = draft_states.generate(model, state, threshold, None, 99, schedule=BlockSchedule(PART))
         return state.text[0, BLOCK : 2 * BLOCK]
 
     return jax.lax.map(answer, np.arange(SAMPLES), batch_size=500)

@@ -78,7 +78,7 @@ def drafts_in_confidence_order(last, positions, options):
 
 def drafts_with_the_noise_of_resampling(last, positions, options):
     """Wrong: one stream of randomness for drafting and for what replaces a rejected token."""
-    filtered = picking.filtered_for(one_pass_logits(last), options)
+    filtered = picking.filtered_logits(one_pass_logits(last), options)
     noise = picking.gumbel_noise(options, positions, VOCAB, picking.RESAMPLING)
     return picking.argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 

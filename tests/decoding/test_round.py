@@ -8,7 +8,6 @@ import re
 import textwrap
 from types import SimpleNamespace
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +16,11 @@ from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, prefilled, random_model, tiny_config
 
 from failfast_jax import decoding
-from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter, StopRule, token_tree
-from failfast_jax.decoding.decode_state import FAILED, FINISHED_LENGTH, RUNNING, Verified
+from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter
+from failfast_jax.decoding.decode_state import FAILED, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.block_diffusion import Wide
-from failfast_jax.drafters.branch_tree import TreeDrafter
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.suffix import Suffix
@@ -55,7 +53,6 @@ def make_drafter(kind: str) -> Drafter:
         "wide": lambda: Wide(**block),
         "reuse": lambda: Reuse(model=Wide(**block), max_spec_len=MAX_SPEC_LEN + 1),
         "aligned": lambda: Aligned(**block, threshold=np.float32(0.5), small_block=4),
-        "tree": lambda: TreeDrafter(model=Wide(**block, alternatives=2), budget=15),
         "ar": lambda: Autoregressive(model=models().target, **lengths),
     }[kind]()
 
@@ -105,41 +102,14 @@ def test_the_module_docstring_runs():
         "lengths": jnp.asarray(lengths),
         "max_new_tokens": jnp.asarray([30, 40]),
     }
-    example = decoding.__doc__.split("like any other:\n", 1)[1].split("Modules:")[0]
+    example = decoding.__doc__.split("like any other:\n", 1)[1]
     exec(textwrap.dedent(example), names)
     # The example stops at the model's stop token; vanilla_state() does not.
     for got, whole in zip(outputs(names["state"]), outputs(vanilla_state())):
         assert got == whole[: len(got)] and (len(got) == len(whole) or got[-1] == 1)
 
 
-# Stopping rules of the caller's own.
-
-
-@flax.struct.dataclass
-class MeanBelow(StopRule):
-    tau: float
-
-    def stops(self, draft, memory):
-        mean = jnp.mean(draft.confidence, axis=1, where=draft.in_newest)
-        return mean < self.tau
-
-
-def wide(rule: StopRule, **options) -> Wide:
-    return Wide(
-        model=models().diffusion, vocab=VOCAB, rule=rule, spec_len=SPEC_LEN, max_spec_len=MAX_SPEC_LEN, **options
-    )
-
-
-def test_a_stopping_rule_inside_the_callers_jit():
-    state = jax.device_get(answer(models().target, wide(MeanBelow(0.6)), *prompts(), LIMITS))
-    assert outputs(state) == outputs(vanilla_state())
-    lengths = set()
-    for row, index in np.argwhere(state.log.draft_length):
-        means = state.log.confidence[row, index].reshape(-1, SPEC_LEN).mean(axis=1)
-        chunks = int(np.argmax(np.append(means < 0.6, True))) + 1
-        assert state.log.draft_length[row, index] == min(chunks * SPEC_LEN, MAX_SPEC_LEN)
-        lengths.add(chunks)
-    assert len(lengths) > 1
+# Stopping rules.
 
 
 def test_a_rule_learns_from_earlier_rounds():
@@ -178,45 +148,6 @@ def test_nan_ends_a_sequence_in_front_of_it():
     got = outputs(state)
     assert state.finish[0] == FAILED
     assert got[0] == whole[0][: whole[0].index(poison) + 1]
-
-
-def test_a_branch_that_was_taken_leaves_no_stale_keys():
-    """After each round the blocks that a tree's drafter calls final hold what the text itself gives."""
-    target, drafter = models().target, TreeDrafter(model=wide(BelowThreshold(0.0), alternatives=3), budget=31)
-    tokens, lengths = prompts((21, 14))
-    state = jax.jit(start)(target, drafter, tokens, lengths, np.asarray([60, 60], np.int32))
-    model, branched = drafter.model.model, 0
-
-    @jax.jit
-    def take_a_branch(drafter, state):
-        """A round in which the target agrees with the deepest path that leaves the draft."""
-        proposal, state = decoding.draft(drafter, state)
-        mask = token_tree.mask_of(proposal.tree, 32)
-        nodes = token_tree.window_of(jnp.zeros_like(lengths)[:, None], proposal.tree.tokens, 32)
-        own = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
-        leaves = nodes != jnp.take_along_axis(own, jnp.minimum(mask.depth, own.shape[1] - 1), axis=1)
-        depth = jnp.where(jnp.any(mask.visible & leaves[:, None], axis=2), mask.depth, 0)
-        last = jnp.argmax(depth, axis=1)[:, None, None]
-        path = jnp.take_along_axis(mask.visible, last, axis=1)[:, 0] & (jnp.arange(32) > 0)
-        order = jnp.argsort(jnp.where(path, mask.depth, 99), axis=1)
-        accepted = path.sum(1)
-        picks = jnp.take_along_axis(nodes, order, axis=1)
-        features = jnp.zeros((2, 32, 0, 16))
-        finite = jnp.ones((2, 32), bool)
-        return decoding.commit(drafter, state, proposal, Verified(picks, features, finite, accepted, jnp.int32(1)))
-
-    reference = jax.jit(
-        lambda m, t: m.window(t, m.init_cache(2, t.shape[1]), jnp.zeros((2,), jnp.int32), jnp.int32(t.shape[1]))[1]
-    )
-    for _ in range(4):
-        before = state.length
-        state = take_a_branch(drafter, state)
-        branched += int((state.length - before > 3).sum())
-        expected = reference(model, state.tokens)
-        for new, old in zip((*state.drafter.cache.k, *state.drafter.cache.v), (*expected.k, *expected.v)):
-            for row, final in enumerate(np.asarray(state.drafter.cached)):
-                np.testing.assert_allclose(new[row, :, :final], old[row, :, :final], atol=2e-5)
-    assert branched > 2 and (state.drafter.cached > 8).all()
 
 
 # Finished rows.
@@ -283,7 +214,7 @@ def large_copies(hlo: str, state) -> list[str]:
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "kind, batch",
-    tiers([("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)], quick=[("wide", 2)], long=[("lookup", 1)]),
+    tiers([("wide", 2), ("ar", 1), ("lookup", 1)], quick=[("wide", 2)], long=[("lookup", 1)]),
 )
 def test_caches_and_logs_are_never_copied(kind, batch):
     program, state = compiled_loop(kind, batch)
@@ -301,7 +232,7 @@ def test_copies_would_be_noticed():
 # Plans.
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "lookup", "suffix", "wide", "reuse", "aligned", "ar", "tree"])
+@pytest.mark.parametrize("kind", ["vanilla", "lookup", "suffix", "wide", "reuse", "aligned", "ar"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_plans_hold_every_draft(kind, platform, exact):

@@ -111,14 +111,6 @@ def test_a_batch_says_what_plain_decoding_says(block_cache, graph_file):
             assert sum(result.stats.adopted_passes for result in drafted) > 0
 
 
-def test_a_stream_says_what_generate_says(graph_file):
-    options = {"method": "dllm", "small_block_size": 4, "max_new_tokens": 45, "spiffy": 10}
-    options["spiffy_graph"] = graph_file(8, 4)
-    expected = engine().generate(PROMPTS, **options)
-    last = [event.result for event in engine().stream(PROMPTS, **options) if event.result is not None]
-    assert [result.rounds for result in last] == [result.rounds for result in expected]
-
-
 # The graph's file.
 
 

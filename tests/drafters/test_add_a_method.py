@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import re
 import shlex
@@ -11,14 +9,11 @@ import sys
 import types
 from pathlib import Path
 
-import pytest
 from checkpoint_files import GOLDEN
 
 from failfast_jax import drafters
 from failfast_jax.bench.rows import METHODS as BENCHMARKED
-from failfast_jax.errors import OptionError
 from failfast_jax.generate import main
-from failfast_jax.options import MethodOptions, add_flags, option
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
 
@@ -77,15 +72,3 @@ def test_a_stopping_rule(monkeypatch, capsys):
     assert main([*as_method, *pair, "--max-new-tokens", "32"]) == 0
     rounds = json.loads(capsys.readouterr().out)["rounds"]
     assert [len(entry["drafted"]) for entry in rounds] == [len(entry.drafted) for entry in drafted]
-
-
-def test_options_written_without_the_future():
-    """Types are types then, and no strings."""
-
-    fields = [("often", int, option(3, "times", least=1))]
-    Options = dataclasses.make_dataclass("Options", fields, bases=(MethodOptions,), frozen=True)
-    parser = argparse.ArgumentParser()
-    add_flags(parser, {"own": Options})
-    assert parser.parse_args(["--often", "4"]).often == 4
-    with pytest.raises(OptionError, match="--often 'x': must be"):
-        Options.of({"often": "x"})

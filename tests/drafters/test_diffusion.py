@@ -24,8 +24,7 @@ from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.decoding.unmasking import to_fill
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
-from failfast_jax.drafters.block_diffusion import Wide
-from failfast_jax.drafters.refine import BlockRefine
+from failfast_jax.drafters.block_diffusion import Refine, Wide
 from failfast_jax.options import Site
 
 BATCH, WIDTH, CAPACITY = 2, 256, 150
@@ -51,7 +50,7 @@ def drafter(kind: str) -> Drafter:
         "ar, dynamic": lambda: Autoregressive(
             model=autoregressive(), vocab=VOCAB, spec_len=2, max_spec_len=8, rule=BelowThreshold(np.float32(0.25))
         ),
-        "specdiff": lambda: BlockRefine(
+        "specdiff": lambda: Refine(
             model=random_model(diffusion_config(4), seed=4), vocab=VOCAB - 1, spec_len=7, steps=3
         ),
     }[kind]()
@@ -109,41 +108,29 @@ def assert_same_draft(one, other) -> None:
         np.testing.assert_allclose(one.confidence[row, :length], other.confidence[row, :length], atol=1e-4)
 
 
-def wide_by_hand(drafter: Wide, text: list[int], room: int) -> tuple[list[int], list[float]]:
-    """The schedule as the design writes it, by full recomputation without a cache."""
-    block, step = drafter.block, drafter.spec_len
+def grown_by_hand(drafter: Wide | Autoregressive, text: list[int], room: int) -> tuple[list[int], list[float]]:
+    """The schedule as the design writes it, by full recomputation without a cache; every chunk may be the last."""
+    wide = isinstance(drafter, Wide)
+    tau = drafter.rule.tau if isinstance(drafter.rule, BelowThreshold) else 0
     drafted, confidences = [], []
     while True:
-        front = len(text) + len(drafted)
-        end = math.ceil((front + step) / block) * block
+        front, step = len(text) + len(drafted), drafter.spec_len if wide else 1
+        end = math.ceil((front + step) / drafter.block) * drafter.block if wide else front
         ids = np.full((1, end), MASK)
         ids[0, :front] = [*text, *drafted]
         logits = np.array(drafter.model.logits(ids)[0, front - 1 : front - 1 + step])
-        logits[:, MASK] = -np.inf
-        best = logits.max(-1)
+        if wide:
+            logits[:, MASK] = -np.inf
         drafted += logits.argmax(-1).tolist()
-        confidences += (1 / np.exp(logits - best[:, None]).sum(-1)).tolist()
-        low = min(confidences[-step:]) < drafter.rule.tau
-        if low or len(drafted) + step > drafter.max_spec_len or len(drafted) >= room:
-            return drafted[:room], confidences[:room]
-
-
-def autoregressive_by_hand(drafter: Autoregressive, text: list[int], room: int) -> tuple[list[int], list[float]]:
-    """Token by token, by full recomputation; every chunk of `spec_len` may be the last."""
-    drafted, confidences = [], []
-    while True:
-        logits = np.asarray(drafter.model.logits([[*text, *drafted]])[0, -1])
-        drafted.append(int(logits.argmax()))
-        confidences.append(1 / np.exp(logits - logits.max()).sum())
+        confidences += (1 / np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)).tolist()
         if len(drafted) % drafter.spec_len:
             continue
-        dynamic = isinstance(drafter.rule, BelowThreshold)
-        low = dynamic and min(confidences[-drafter.spec_len :]) < drafter.rule.tau
+        low = min(confidences[-drafter.spec_len :]) < tau
         if low or len(drafted) + drafter.spec_len > drafter.max_draft or len(drafted) >= room:
             return drafted[:room], confidences[:room]
 
 
-def specdiff_by_hand(drafter: BlockRefine, text: list[int], room: int) -> tuple[list[int], list[float]]:
+def specdiff_by_hand(drafter: Refine, text: list[int], room: int) -> tuple[list[int], list[float]]:
     """One step after the other, each over the whole text."""
     block, length, steps = drafter.block, drafter.spec_len, drafter.steps
     ids = np.full((1, math.ceil((len(text) + length) / block) * block), MASK)
@@ -161,10 +148,7 @@ def specdiff_by_hand(drafter: BlockRefine, text: list[int], room: int) -> tuple[
 
 
 def by_hand(kind: str, text: list[int], room: int) -> tuple[list[int], list[float]]:
-    if kind in WIDE:
-        reference = wide_by_hand
-    else:
-        reference = specdiff_by_hand if kind == "specdiff" else autoregressive_by_hand
+    reference = specdiff_by_hand if kind == "specdiff" else grown_by_hand
     return reference(drafter(kind), text, room) if room else ([], [])
 
 
@@ -272,4 +256,4 @@ def test_specdiff_of_one_step_is_one_pass_of_a_fixed_length():
     assert isinstance(one, Wide) and one.shape.lengths == (6,) and one.max_draft == 6 and not one.sampled
     assert build(spec_len=6, acceptance="rejection").sampled
     several = build(steps=4)
-    assert isinstance(several, BlockRefine) and several.max_draft == 10 and several.steps == 4
+    assert isinstance(several, Refine) and several.max_draft == 10 and several.steps == 4

@@ -18,8 +18,8 @@ match_of = jax.jit(longest_match)
 draft_of = jax.jit(lambda drafter, now: drafter.draft((), now)[0])
 
 
-def seen(texts: list[list[int]], room: int = ROOM, running: bool = True) -> Committed:
-    return committed(texts, WIDTH, room, running=jnp.full(len(texts), running))
+def seen(texts: list[list[int]], room: int = ROOM) -> Committed:
+    return committed(texts, WIDTH, room)
 
 
 def match_by_hand(text: list[int]) -> tuple[int, int]:
@@ -71,10 +71,6 @@ def test_drafts_continue_the_match(batch, room):
         length = min({0: 0, 1: 0, 2: 3, 3: 7}.get(best, 15), room)
         assert draft.length[row] == length
         assert draft.tokens[row, :length].tolist() == continued(text, behind, length)
-
-
-def test_finished_sequences_are_not_drafted_for():
-    assert draft_of(Lookup(max_spec_len=15), seen([[4] * 40], running=False)).length.tolist() == [0]
 
 
 @pytest.mark.parametrize("shortest", [3, 15])

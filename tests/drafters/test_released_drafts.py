@@ -137,17 +137,6 @@ def test_options():
     assert (rule.first, rule.least, rule.most) == (10, 8, 30) and rule.increase == np.float32(1.8)
 
 
-def test_congestion_follows_what_was_accepted():
-    engine = standalone_engine()
-    options = {"method": "failfast", "rule": "congestion", "spec_len": 2, "max_spec_len": 8}
-    result = engine.generate([[3, 4, 5]], max_new_tokens=40, **options)[0]
-    window = 2
-    for entry in result.rounds[:-1]:
-        size = len(entry.drafted)
-        assert size == min(-(-window // 2) * 2, 8)
-        window = int(np.clip(int(window * 1.8) if entry.accepted == size else entry.accepted, 1, 8))
-
-
 @functools.cache
 def autoregressive() -> FailFast:
     model = random_model(tiny_config(num_layers=1), seed=3)

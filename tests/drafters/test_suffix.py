@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, committed, random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.drafters.lookup import LONGEST_MATCH
 from failfast_jax.drafters.suffix import MOST_PLACES, SEPARATOR, Corpus, Suffix
 from failfast_jax.errors import PromptError
@@ -21,10 +19,6 @@ from failfast_jax.errors import PromptError
 WIDTH, CORPUS, LONGEST = 96, 40, 12
 init = jax.jit(lambda drafter: drafter.init(2, WIDTH))
 draft_of = jax.jit(lambda drafter, state, now: drafter.draft(state, now))
-
-
-def seen(texts: list[list[int]], room: int = 40, running: bool = True) -> Committed:
-    return committed(texts, WIDTH, room, running=jnp.full(len(texts), running))
 
 
 def suffix(tau: float) -> Suffix:
@@ -92,17 +86,12 @@ def test_drafts_are_what_most_places_go_on_with(batch, earlier, more, tau, room)
     state = init(drafter)
     for row, added in enumerate([[], *more]):
         batch[row % 2] = [*batch[row % 2], *added][:WIDTH]
-        draft, state = draft_of(drafter, state, seen(batch, room=room))
+        draft, state = draft_of(drafter, state, committed(batch, WIDTH, room))
         assert draft.tokens.shape == (2, LONGEST) and not draft.passes.any()
         for text, length, *got in zip(batch, draft.length, draft.tokens, draft.confidence):
             drafted, confidence = by_hand(drafter, text, room)
             assert got[0][:length].tolist() == drafted
             np.testing.assert_allclose(got[1][:length], confidence, rtol=1e-6)
-
-
-def test_finished_sequences_are_not_drafted_for():
-    draft, _ = draft_of(suffix(0.0), init(suffix(0.0)), seen([[4] * 40] * 2, running=False))
-    assert draft.length.tolist() == [0, 0]
 
 
 def test_a_corpus_forgets_the_oldest_tokens():
@@ -119,7 +108,7 @@ def test_a_corpus_forgets_the_oldest_tokens():
     for ids in ([3, -1], [0.5], [[1, 2]], ["a"]):
         with pytest.raises(ValueError, match="a text is a list of token ids"):
             corpus.add(ids)
-    for capacity in (0, 2**24, 2.5):
+    for capacity in (0, 2**23, 2.5):
         with pytest.raises(ValueError, match="a corpus needs a capacity of 1 to"):
             Corpus(capacity)
 
@@ -141,13 +130,3 @@ def test_an_engine_learns_from_earlier_answers_without_compiling():
     engine.corpus.add([VOCAB])
     with pytest.raises(PromptError, match=f"the corpus holds token id {VOCAB}, which the target model lacks"):
         engine.generate([[5]], **options)
-
-
-@pytest.mark.long(rare=True)
-@pytest.mark.long
-def test_places_beyond_what_a_float_counts():
-    """The text itself lies behind a corpus of 2^24 - 1 places, which float32 does not tell apart."""
-    text = [30, 31, 11, 12, 13, 14, 15, 16, 17, 32, 11, 12, 13]
-    drafter = Suffix(tau=np.float32(0.05), corpus=Corpus(2**24 - 1).tokens, max_spec_len=4)
-    draft, _ = draft_of(drafter, init(drafter), seen([text, text], room=20))
-    assert draft.tokens[:, :4].tolist() == [[14, 15, 16, 17]] * 2 and draft.length.tolist() == [4, 4]

@@ -1,4 +1,4 @@
-"""Token trees: which branches grow, that each is verified like a text of its own, and that the output is vanilla's."""
+"""Token trees: each node is verified like the text of its path, and the longest agreeing path is found."""
 
 from __future__ import annotations
 
@@ -8,32 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, diffusion_config, fond_of, own_tokens, prefilled, random_model, sampling, tiny_config
+from tiny_models import VOCAB, random_model, tiny_config
 
-from failfast_jax import FailFast, GenerationConfig, decoding
-from failfast_jax.decoding import picking
 from failfast_jax.decoding import token_tree as trees
-from failfast_jax.decoding.decode_state import Alternatives, Draft, Tree
-from failfast_jax.drafters.branch_tree import TreeDrafter, grow
-
-# Growing.
-
-LONGEST, RANKS = 4, 2
-
-
-def random_draft(seed: int, batch: int = 20) -> Draft:
-    rng = np.random.default_rng(seed)
-    tokens = np.asarray([rng.permutation(VOCAB)[: LONGEST * (1 + RANKS)] for _ in range(batch)], np.int32)
-    tokens = tokens.reshape(batch, LONGEST, 1 + RANKS)
-    probability = np.sort(rng.dirichlet(np.full(1 + RANKS + 1, 0.6), (batch, LONGEST)))[..., ::-1].astype(np.float32)
-    probability[0, 0] = [1, 0, 0, 0]
-    return Draft(
-        tokens=tokens[..., 0],
-        confidence=probability[..., 0],
-        length=rng.integers(1, LONGEST + 1, batch).astype(np.int32),
-        passes=np.ones(batch, np.int32),
-        alternatives=Alternatives(tokens=tokens[..., 1:], probability=probability[..., 1 : 1 + RANKS]),
-    )
+from failfast_jax.decoding.decode_state import Tree
 
 
 def paths_of(tree: Tree, row: int) -> list[tuple[int, ...]]:
@@ -43,33 +21,6 @@ def paths_of(tree: Tree, row: int) -> list[tuple[int, ...]]:
         assert parent < len(paths)
         paths.append((*paths[parent], token))
     return paths[1:]
-
-
-def candidates(draft: Draft, row: int) -> dict[tuple[int, ...], float]:
-    """Every path that may be a node, with its probability."""
-    length = int(draft.length[row])
-    own, confidence = draft.tokens[row].tolist(), draft.confidence[row].astype(float)
-    nodes = {tuple(own[: end + 1]): 2.0 for end in range(length)}  # the draft itself always
-    for fork in range(length):
-        for rank in range(RANKS):
-            other = int(draft.alternatives.tokens[row, fork, rank])
-            worth = confidence[:fork].prod() * float(draft.alternatives.probability[row, fork, rank])
-            for end in range(fork, length):
-                path = (*own[:fork], other, *own[fork + 1 : end + 1])
-                nodes[path] = worth * confidence[fork + 1 : end + 1].prod()
-    return nodes
-
-
-@pytest.mark.parametrize("budget", [LONGEST, 9, 40])
-def test_the_most_probable_nodes_are_grown(budget):
-    draft = random_draft(budget)
-    tree = jax.device_get(jax.jit(grow, static_argnums=1)(draft, budget))
-    assert tree.tokens.shape == tree.parent.shape == (20, budget)
-    for row in range(20):
-        worth, paths = candidates(draft, row), paths_of(tree, row)
-        assert len(set(paths)) == len(paths) == min(budget, len(worth))
-        best = sorted(worth.values(), reverse=True)[: len(paths)]
-        np.testing.assert_allclose(sorted((worth[path] for path in paths), reverse=True), best, rtol=1e-4, atol=1e-8)
 
 
 # Verifying: a random tree behind random text.
@@ -159,64 +110,6 @@ def test_the_longest_agreeing_path():
             assert slots[row, :longest].tolist() in [path for path in agreeing.values() if len(path) == longest]
             lengths.add(longest)
     assert lengths >= {1, 2, 3, 4}
-
-
-# Whole answers.
-
-CAPACITY, NEW = 128, 60
-
-
-@functools.cache
-def pair() -> FailFast:
-    """Two tokens are the favourites of both; what is second for one model is often first for the other."""
-    target = fond_of(random_model(tiny_config(num_layers=1), seed=1, gain=2.0), {7: 2.0, 11: 1.9})
-    return FailFast(target, fond_of(random_model(diffusion_config(), seed=2, gain=2.0), {7: 3.2, 11: 3.0}))
-
-
-@jax.jit
-def answer(target, drafter, tokens, lengths, options):
-    """Texts, their lengths, and for every round how long a path and how much of the draft alone were accepted."""
-    plan = decoding.Plan((32,), (32,), (32,))
-    limits = jnp.full_like(lengths, NEW)
-    state = prefilled(target, drafter, plan, tokens, lengths, limits, sampling=options, capacity=CAPACITY)
-
-    def body(carry):
-        state, gained = carry
-        proposal, state = decoding.draft(drafter, state)
-        verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
-        alone = picking.agreeing_prefix(proposal.tokens, proposal.length, verified.picks)
-        gain = jnp.where(state.running, verified.accepted - alone, 0)
-        return decoding.commit(drafter, state, proposal, verified), gained + (gain > 0).sum()
-
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[0].running), body, (state, jnp.int32(0)))
-
-
-def test_the_text_is_the_targets_own():
-    """Rows with their own temperatures and seeds; every token is the one that the target picks behind those before."""
-    drafter = pair().build_drafter(GenerationConfig("failfast", spec_len=3, max_spec_len=9, tau=0.3, tree_budget=31))
-    assert isinstance(drafter, TreeDrafter) and drafter.budget == 31
-    rng = np.random.default_rng(0)
-    temperatures = np.asarray([0, 0.7, 0.7, 0.7, 1.0, 1.2, 1.2, 1.2], np.float32)
-    rows = len(temperatures)
-    filters = {"top_k": np.asarray([0, 0, 5, 0, 0, 0, 9, 0]), "top_p": np.asarray([1, 1, 1, 0.8, 1, 1, 0.95, 1])}
-    options = sampling(rows, temperatures, **filters, seed=np.arange(rows))
-    lengths = rng.integers(1, 30, rows).astype(np.int32)
-    tokens = rng.integers(0, VOCAB - 1, (rows, 30)).astype(np.int32)
-    state, gained = jax.device_get(answer(pair().target, drafter, tokens, lengths, options))
-    assert (state.length == lengths + NEW).all()
-    own = np.asarray(own_tokens(pair().target, state.tokens[:, :CAPACITY], options))
-    for row, (begin, end) in enumerate(zip(lengths, state.length)):
-        assert state.tokens[row, begin:end].tolist() == own[row, begin - 1 : end - 1].tolist(), row
-    # What that rests on: branches were taken, whole drafts too, and the log shows the path that was.
-    assert gained > 10
-    log = state.log
-    assert log.accepted.max() == 9
-    for row in range(rows):
-        at = lengths[row]
-        for index in range(log.rounds[row]):
-            emitted, kept = log.emitted[row, index], min(log.accepted[row, index], log.emitted[row, index])
-            assert log.drafted[row, index, :kept].tolist() == state.tokens[row, at : at + kept].tolist()
-            at += emitted
 
 
 def test_the_deepest_path_is_the_first_of_the_longest():

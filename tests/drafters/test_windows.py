@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN
-from safetensors.numpy import load_file, save_file
+from checkpoint_files import GOLDEN, hf_folder, tensors_of
+from safetensors.numpy import load_file
 from tiers import tiers
 
 from failfast_jax import FailFast, load_model
@@ -32,16 +31,6 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 @functools.cache
 def target():
     return load_model(FIELD / "qwen3_a")
-
-
-def folder_of(folder: Path, name: str, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Path:
-    """A published folder with other keys (None: without) and further tensors."""
-    shutil.copytree(FIELD / name, folder)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
-    if tensors:
-        save_file(load_file(FIELD / name / "model.safetensors") | tensors, folder / "model.safetensors")
-    return folder
 
 
 class Layer:
@@ -127,7 +116,7 @@ BLOCKS = {
 @pytest.mark.parametrize("kind", tiers([*BLOCKS], quick=["sliding, then full"], long=None))
 def test_a_block_sees_what_the_engines_that_serve_it_let_it_see(kind, tmp_path):
     """A window of one position more or less, and a block that sees all of itself, would draft otherwise."""
-    folder = folder_of(tmp_path / "drafter", "dflash_qwen3_a", **BLOCKS[kind])
+    folder = hf_folder(tmp_path / "drafter", "field/dflash_qwen3_a", **BLOCKS[kind])
     window, others, rounds = BLOCKS[kind].get("sliding_window", 0), set(), 0
     for result in FailFast(target(), folder).generate(PROMPTS, method="dflash", **OPTIONS):
         ids = list(result.prompt_ids)
@@ -173,7 +162,8 @@ def eagle_folder(folder: Path, **changes: Any) -> Path:
     if not changes.get("fc_norm"):
         norms = {"input_norm.weight": rng.uniform(0.5, 2, 3 * size).astype(np.float32)}
     wanted = changes.get("fc_norm") or changes.get("norm_before_fc")
-    return folder_of(folder, "eagle3_qwen3_a", norms if wanted else None, **changes)
+    name = "field/eagle3_qwen3_a"
+    return hf_folder(folder, name, tensors_of(name) | (norms if wanted else {}), **changes)
 
 
 EAGLES = {

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from served import CAPACITY, chat_engine, quick, served  # noqa: E402
 from tiny_engines import engine  # noqa: E402
-from tiny_models import random_model, tiny_config  # noqa: E402
+from tiny_models import fond_eagle, random_model, tiny_config  # noqa: E402
 
 from failfast_jax import FailFast, GenerationConfig, Request  # noqa: E402
 from failfast_jax.decoding.width_plan import make_plan  # noqa: E402
@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
 
 BEST = 3
 METHODS = {
-    "lookup": {"max_spec_len": 7},
-    "tree": {"spec_len": 3, "max_spec_len": 6, "tree_budget": 7},
+    "lookup": {"method": "lookup", "max_spec_len": 7},
+    "tree": {"method": "eagle3", "tree_budget": 7},
 }
 PROMPTS = [[3, 4, 5] * 6, [6, 7] * 20, [9], [3, 4, 5] * 6, [2, 3, 4, 5, 6] * 8]
 
@@ -59,9 +59,11 @@ def check(result: Finished, best: int) -> None:
 @pytest.mark.parametrize("kind", tiers(METHODS, quick=["lookup"], long=["tree"]))
 def test_they_are_the_targets(kind):
     """Greedy and sampled answers side by side, in more rows than one, with reused caches."""
-    config = GenerationConfig("lookup" if kind == "lookup" else "failfast", **METHODS[kind])
-    wanted = (BEST, 1, 0, BEST, None)
-    with Queue(engine(), config, batch=2, capacity=CAPACITY, least_reuse=8, logprobs=BEST) as queue:
+    wanted, work = (BEST, 1, 0, BEST, None), engine()
+    config = GenerationConfig(**METHODS[kind])
+    if kind == "tree":
+        work = FailFast(work.target, fond_eagle(work.target, 7))
+    with Queue(work, config, batch=2, capacity=CAPACITY, least_reuse=8, logprobs=BEST) as queue:
         answers = [
             queue.submit(prompt, temperature=0.9 * (number % 2), top_k=8, seed=number, max_new_tokens=25, logprobs=best)
             for number, (prompt, best) in enumerate(zip(PROMPTS, wanted))

@@ -32,7 +32,7 @@ def ar_engine() -> FailFast:
 KINDS = {
     "wide": (engine, {"method": "failfast", "spec_len": 3, "max_spec_len": 6}),
     "aligned": (engine, {"method": "failfast", "schedule": "aligned", "spec_len": 4, "max_spec_len": 8}),
-    "tree": (engine, {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tree_budget": 7}),
+    "tree": (eagle_engine, {"method": "eagle3", "tree_budget": 7}),
     "reuse": (engine, {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "reuse": True}),
     "suffix": (engine, {"method": "suffix", "max_spec_len": 7}),
     "features": (extended_engine, {"method": "failfast"}),

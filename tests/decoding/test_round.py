@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiers import tiers
-from tiny_models import VOCAB, diffusion_config, prefilled, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, fond_eagle, prefilled, random_model, tiny_config
 
 from failfast_jax import decoding
 from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter
@@ -21,6 +21,7 @@ from failfast_jax.decoding.decode_state import FAILED, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.block_diffusion import Wide
+from failfast_jax.drafters.eagle3 import EagleChain, EagleTree
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.suffix import Suffix
@@ -54,6 +55,8 @@ def make_drafter(kind: str) -> Drafter:
         "reuse": lambda: Reuse(model=Wide(**block), max_spec_len=MAX_SPEC_LEN + 1),
         "aligned": lambda: Aligned(**block, threshold=np.float32(0.5), small_block=4),
         "ar": lambda: Autoregressive(model=models().target, **lengths),
+        "eagle chain": lambda: EagleChain(model=fond_eagle(models().target, 7), spec_len=3, max_spec_len=3),
+        "eagle tree": lambda: EagleTree(model=fond_eagle(models().target, 7), budget=15, depth=3, top_k=3),
     }[kind]()
 
 
@@ -214,7 +217,11 @@ def large_copies(hlo: str, state) -> list[str]:
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "kind, batch",
-    tiers([("wide", 2), ("ar", 1), ("lookup", 1)], quick=[("wide", 2)], long=[("lookup", 1)]),
+    tiers(
+        [("wide", 2), ("eagle chain", 2), ("eagle tree", 2), ("ar", 1), ("lookup", 1)],
+        quick=[("wide", 2), ("eagle tree", 2)],
+        long=[("lookup", 1)],
+    ),
 )
 def test_caches_and_logs_are_never_copied(kind, batch):
     program, state = compiled_loop(kind, batch)

@@ -110,18 +110,3 @@ def test_the_longest_agreeing_path():
             assert slots[row, :longest].tolist() in [path for path in agreeing.values() if len(path) == longest]
             lengths.add(longest)
     assert lengths >= {1, 2, 3, 4}
-
-
-def test_the_deepest_path_is_the_first_of_the_longest():
-    rng = np.random.default_rng(0)
-    nodes = 7
-    tree = Tree(
-        tokens=rng.integers(0, 3, (20, nodes)).astype(np.int32),
-        parent=np.asarray([[rng.integers(0, node + 1) for node in range(nodes)] for _ in range(20)], np.int32),
-        confidence=rng.uniform(0.05, 0.95, (20, nodes)).astype(np.float32),
-        size=rng.integers(0, nodes + 1, 20).astype(np.int32),
-    )
-    tokens, _, length = jax.device_get(jax.jit(functools.partial(trees.deepest, longest=5))(tree))
-    for row in range(20):
-        longest = max(paths_of(tree, row), key=len, default=())
-        assert int(length[row]) == len(longest) and tuple(tokens[row, : length[row]].tolist()) == longest[:5]

@@ -111,22 +111,6 @@ class BlockDrafter(Drafter):
         """Logits without the mask token and the ids that the target lacks."""
         return forbid(self.model.logits_of(hidden), self.mask_token, self.vocab)
 
-    def stored_by(
-        self, cached: Int[Array, " B"], front: Int[Array, " B"], active: Bool[Array, " B"]
-    ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
-        """Computes the range that a `block_pass` covers and the range that it stores.
-
-        Returns:
-          Positions from `cached` to the end of the block of the N-th position from `front`; whether these are more than
-          a pass holds, so that it only stores some; and the positions that are final after it.
-        """
-        end = (front + self.spec_len + self.block - 1) // self.block * self.block
-        need = end - cached
-        lags = need > self.window
-        missed = jnp.minimum(cached + self.window, self.whole_blocks(front))
-        stored = jnp.where(lags, missed, front // self.block * self.block)
-        return need, lags, jnp.where(active, jnp.maximum(cached, stored), cached)
-
     # Block 8, spec_len 10, cached 16, front 21, row i predicts token i + 1:
     #   pass over 16 .. 31   tokens 16 to 20, then 11 masks: two blocks hold the 10 positions 21 .. 30
     #   rows 20 .. 29        score the positions 21 .. 30: columns 4 .. 13 of the pass
@@ -147,7 +131,11 @@ class BlockDrafter(Drafter):
           (after rounds without a draft) that the pass only stored some of it; and the state.
         """
         offsets, cached = jnp.arange(self.spec_len), state.cached
-        need, lags, stored = self.stored_by(cached, front, active)
+        end = (front + self.spec_len + self.block - 1) // self.block * self.block
+        need = end - cached
+        lags = need > self.window
+        missed = jnp.minimum(cached + self.window, self.whole_blocks(front))
+        stored = jnp.where(lags, missed, front // self.block * self.block)
 
         def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
             live = jnp.max(jnp.where(active, cached + width, 0))
@@ -158,7 +146,8 @@ class BlockDrafter(Drafter):
         needed = jnp.max(jnp.where(active, jnp.minimum(need, self.window), self.block))
         nothing = jnp.zeros((front.shape[0], self.spec_len, self.model.config.hidden_size), self.model.dtype)
         hidden, cache = narrowest(range(self.block, self.window + 1, self.block), needed, over, (nothing, state.cache))
-        return self.logits(hidden), lags, state.replace(cache=cache, cached=stored)
+        final = jnp.where(active, jnp.maximum(cached, stored), cached)
+        return self.logits(hidden), lags, state.replace(cache=cache, cached=final)
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)

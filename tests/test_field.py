@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, hf_folder, tensors_of
-from failfast_jax.checkpoints.pair import read_pair
 from tiers import tiers
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
+from failfast_jax.checkpoints.model_folder import read_pair
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
 FIELD = GOLDEN / "field"

@@ -33,24 +33,27 @@ def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
 
 
 def role_of(method: str) -> str | None:
-    """Returns the flag's name of the run's drafter that a method takes: `drafter`, `ar_drafter`, or None."""
+    """Returns which drafter of the run a method uses: `drafter`, `ar_drafter` or None."""
     kinds = METHODS[method].kinds
-    return None if not kinds else "ar_drafter" if kinds == (AUTOREGRESSIVE,) else "drafter"
+    if not kinds:
+        return None
+    return "ar_drafter" if kinds == (AUTOREGRESSIVE,) else "drafter"
 
 
-def find_wanted(config: RunConfig, rows: Sequence[Row]) -> None:
+def find_models_of_rows(config: RunConfig, rows: Sequence[Row]) -> None:
     """Finds every model that rows need, downloading it where needed, before the first one is loaded.
 
     Raises:
-      CheckpointError: some are missing; a line for each names its flag or row, and where it comes from.
+      CheckpointError: models are missing; one line per model with its flag or row and its source.
     """
     missing = []
     roles = {role_of(row.method) for row in rows if DRAFTER not in row.options}
     wanted = {"--target": config.target}
     wanted |= {flag_of(role): getattr(config, role) for role in ("drafter", "ar_drafter") if role in roles}
-    for row in (row for row in rows if DRAFTER in row.options):
-        flag = f"--methods {row.label}:" if ":" in row.label else f"--set {row.label}:drafter"
-        wanted[flag] = row.options[DRAFTER]
+    for row in rows:
+        if DRAFTER in row.options:
+            flag = f"--methods {row.label}:" if ":" in row.label else f"--set {row.label}:drafter"
+            wanted[flag] = row.options[DRAFTER]
     for flag, source in wanted.items():
         try:
             find_models({flag: source})
@@ -66,9 +69,9 @@ class EnginePool:
     """Engines that share one target and one set of compiled programs, built when a row first needs them.
 
     Args:
-      drafter: of block-diffusion methods; None, with no target named: that of the default pair.
-      ar_drafter: of autoregressive methods.
-      options: of every engine; see `LoadOptions`.
+      drafter: block-diffusion drafter; None without a target: the default pair's.
+      ar_drafter: autoregressive drafter.
+      options: `LoadOptions` fields for every engine.
     """
 
     def __init__(self, target: Source = None, drafter: Source = None, ar_drafter: Source = None, **options: Any):
@@ -100,17 +103,19 @@ class EnginePool:
         Raises:
           ValueError: its drafter is missing, unreadable or does not fit.
         """
-        kinds, role = METHODS[row.method].kinds, role_of(row.method)
-        source = row.options.get(DRAFTER, self.sources.get(role))
-        # A drafter that was named serves all methods of its kind; of the default pair's, these options choose.
-        chosen = {"method": config.method, "schedule": config.options.get("schedule")}
-        key = None if not kinds else str(source) if source is not None else tuple(chosen.items())
-        if (theta := row.options.get(THETA)) is not None:
-            key, chosen = (key, theta), {**chosen, THETA: theta}
+        role = role_of(row.method)
+        if role is None:
+            return self.base
+        source = row.options.get(DRAFTER, self.sources[role])
+        if source is None and role == "ar_drafter":
+            raise ValueError("needs --ar-drafter, an autoregressive model with the target's tokens")
+        options: dict[str, Any] = {"method": config.method, "schedule": config.options.get("schedule")}
+        # A named drafter serves all methods of its kind; these options choose among the default pair's.
+        key = (tuple(options.items()) if source is None else str(source), row.options.get(THETA))
+        if row.options.get(THETA) is not None:
+            options[THETA] = row.options[THETA]
         if key not in self._built:
-            if source is None and role == "ar_drafter":
-                raise ValueError("needs --ar-drafter, an autoregressive model with the target's tokens")
-            self._built[key] = FailFast.load(self.base, source, **self.options, **chosen)
+            self._built[key] = FailFast.load(self.base, source, **self.options, **options)
         return self._built[key]
 
     def prepare(self, row: Row, config: GenerationConfig) -> dict[str, Any]:

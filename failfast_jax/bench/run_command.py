@@ -17,7 +17,7 @@ import pandas as pd
 from failfast_jax.bench import plots, scoring
 from failfast_jax.bench.answer_log import DIFFERENT, RECORDS, SCORE, AnswerLog
 from failfast_jax.bench.comparison import Comparison, RunPlan, planned_answers
-from failfast_jax.bench.engine_pool import find_wanted
+from failfast_jax.bench.engine_pool import find_models_of_rows
 from failfast_jax.bench.rows import all_options
 from failfast_jax.bench.run_config import RunConfig, add_arguments
 from failfast_jax.bench.summary import write_summary
@@ -61,7 +61,7 @@ def check(config: RunConfig) -> RunPlan:
     for scoring_rule, package in SCORERS.items():
         if config.scores and any(dataset.scoring == scoring_rule for dataset in datasets):
             import_optional(package, "scores", otherwise=", or leave them out with --no-scores")
-    find_wanted(config, rows)
+    find_models_of_rows(config, rows)
     return RunPlan(config, config.common(), rows, datasets)
 
 

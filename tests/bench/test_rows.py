@@ -92,7 +92,7 @@ def test_sizes(target, value):
         ("ar:spec_len=5:3", "--methods ar:spec_len=5:3: 5:3: a range must be FIRST:LAST"),
         ("ar:spec_len=1:900,tau=0|1", "ar: a sweep has at most 1000 points"),
         ("lookup:corpus=9", "--methods lookup:corpus=9: there is no option 'corpus' of lookup"),
-        ("suffix:corpus=0", "suffix:corpus=0: a corpus needs a capacity of 1 to 16777215 tokens"),
+        ("suffix:corpus=0", "suffix:corpus=0: a corpus needs a capacity of 1 to 8388607 tokens"),
         ({"method": "ar", "sweep": {"spec_len": 200}}, "sweep: spec_len: must be a list, or a range in quotes"),
         ({"method": "ar", "options": {"speed": 1}}, "there is no option 'speed' of ar"),
         ({"method": "quick"}, "methods: --method quick: must be"),

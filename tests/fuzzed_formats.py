@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ FLOATS = (0.5, -0.0, 1.0, 1e-45, 1e-30, 1e30, 1e308, -1.5, float("nan"), float("
 TEXTS = ("", "x", "2", "1e9", "nan", "\0", "\x1b[2J\x07", "a\nb", "\u202e", "\U0001f600", "\ud83d", "y" * 200_000)
 OTHERS = (None, True, False, [], {}, [1], [[[]]], {"a": 1}, [1] * 100_000, ["a", 1], [None])
 KEYS = ("", "x", "\x1b]0;x\x07", "rope_theta", "head_dim", "layer_types", "auto_map", "z" * 100_000)
-Change = Callable[..., Any]
 
 
 def odd(rng: random.Random) -> Any:

@@ -12,8 +12,8 @@ from checkpoint_files import GOLDEN, config_of, hf_folder, refuses, tensors_of, 
 from tiers import tiers
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints.eagle_folder import load_eagle
-from failfast_jax.checkpoints.model_folder import own_method
+from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
 FIELD = GOLDEN / "field"
@@ -93,7 +93,7 @@ def test_eight_bits():
 
 
 def load(folder, target: str = "qwen3_a"):
-    return load_eagle(folder, load_target(target), target)
+    return EAGLE_LAYOUT.load(folder, load_target(target), target)
 
 
 load_target = functools.cache(lambda name: load_model(FIELD / name))
@@ -122,7 +122,7 @@ def test_layouts(copy):
     assert same(load(copy(tensors=renamed)), published)
     assert same(load(copy(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})), published)
     assert same(load(copy(architectures=["LlamaForCausalLM"], num_hidden_layers=8)), published)
-    assert own_method(copy(architectures=["LlamaForCausalLM"])) == ("eagle", "eagle3")
+    assert ModelFolder(copy(architectures=["LlamaForCausalLM"])).method == "eagle3"
     inner = config_of(f"field/{TREE}")
     del inner["architectures"], inner["draft_vocab_size"]
     proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]}

@@ -120,4 +120,3 @@ def _chain(raw: Mapping[str, Any], deepspec: bool, where: str) -> int | None:
 
 
 EAGLE_LAYOUT = DrafterLayout(EAGLE, ARCHITECTURES, _claims, Eagle, ("embed",), _read_keys, _table, BoundEagle)
-load_eagle = EAGLE_LAYOUT.load

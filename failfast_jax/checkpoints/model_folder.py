@@ -92,11 +92,6 @@ class ModelFolder:
         return {BLOCK_DIFFUSION: "failfast", AUTOREGRESSIVE: "ar"}.get(self.kind, "eagle3")
 
     @property
-    def has_heads(self) -> bool:
-        """True for a block drafter with a Markov or a confidence head."""
-        return BLOCK_LAYOUT.read_config(self.raw, self.where).published_method == "dspark"
-
-    @property
     def chances(self) -> Any:
         """Its chances of right drafts, as its folder states them, unchecked; None: not stated."""
         return self.raw.get(CHANCES) if self.borrows else None
@@ -147,12 +142,6 @@ class ModelFolder:
             check_attention(attention, opened.config, as_dtype(dtype, device_of(attention).platform), self.name)
             place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=is_drafter)
             return opened.load(as_dtype(dtype), place=place, quantize=quantize), tokenizer.result()
-
-
-def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
-    """The kind of a drafter, and the method that drafts with it unless another is named; no tensor is read."""
-    folder = ModelFolder(source)
-    return folder.kind, folder.method
 
 
 def check_attention(attention: str | None, config: Any, dtype: Any, name: str) -> None:

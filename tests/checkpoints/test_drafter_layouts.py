@@ -15,7 +15,7 @@ from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
@@ -134,7 +134,7 @@ def test_settings_are_found_where_others_put_them(write, name, config):
     changes = {} if model.config.__class__.__name__ == "EagleConfig" else {"num_target_layers": None}
     assert unlike(model.config, **changes) == unlike(other.config, **changes)
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(other))))
-    assert own_method(write(name, config)) == own_method(FIELD / name)
+    assert ModelFolder(write(name, config)).method == ModelFolder(FIELD / name).method
 
 
 def unlike(config: Any, **changes: Any) -> dict[str, Any]:

@@ -91,6 +91,8 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
         config.resolution.options.read_graph(args.target)
     if args.drafter is not None and not all_options()[method].kinds:
         raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
+    if args.method == "failfast" and not any(options.values()):  # for one release
+        progress.note("--method failfast: the paper's method; a choice by measured costs, its former meaning, is auto")
     return config
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from failfast_jax import FailFast, GenerationConfig, enable_compile_cache
-from failfast_jax.results import fate
+from failfast_jax.results import acceptance_summary
 
 PROMPTS = ["Name three rivers.", "Write a Python function that adds two numbers."]
 
@@ -30,7 +30,7 @@ def main(target: str | None = None, drafter: str | None = None, prompts: list = 
         (result,) = engine.generate(prompt, config)
         stats = result.stats
         print(result.text or result.output_ids)
-        print(f"-- {len(result.output_ids)} tokens: {fate(stats.rounds, stats.drafted, stats.accepted)}")
+        print(f"-- {len(result.output_ids)} tokens: {acceptance_summary(stats.rounds, stats.drafted, stats.accepted)}")
     # A seed gives one text, whatever drafts: so does plain decoding.
     sampled = GenerationConfig(max_new_tokens=48, temperature=0.7, seed=1)
     ids = []

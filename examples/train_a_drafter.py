@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from failfast_jax import FailFast, enable_compile_cache
-from failfast_jax.results import fate
+from failfast_jax.results import acceptance_summary
 from failfast_jax.train.__main__ import main as train
 from failfast_jax.train.documents import write_documents
 
@@ -57,7 +57,7 @@ def main(target: str, prompts: list, folder: str | Path, *options: str, max_new_
         engine.generate(prompts[0], method=method, max_new_tokens=max_new_tokens)[0]
         for method in ("failfast", "vanilla")
     )
-    print(fate(drafted.stats.rounds, drafted.stats.drafted, drafted.stats.accepted))
+    print(acceptance_summary(drafted.stats.rounds, drafted.stats.drafted, drafted.stats.accepted))
     print("plain decoding says the same:", drafted.output_ids == plain.output_ids)
     return drafter
 

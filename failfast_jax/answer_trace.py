@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from failfast_jax.results import Result, Round, fate
+from failfast_jax.results import Result, Round, acceptance_summary
 from failfast_jax.text_stream import TextStream, special_tokens
 from failfast_jax.util.files import write_atomically
 
@@ -109,7 +109,7 @@ def page(results: Mapping[str, Result], tokenizer: Any = None) -> str:
         {
             "label": label,
             "result": result,
-            "fate": fate(result.stats.rounds, result.stats.drafted, result.stats.accepted),
+            "fate": acceptance_summary(result.stats.rounds, result.stats.drafted, result.stats.accepted),
             "longest": max((len(entry.drafted) for entry in result.rounds), default=0),
             "tallest": _tallest(result.rounds),
             "texts": _texts(result.rounds, result.output_ids, tokenizer),

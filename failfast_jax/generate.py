@@ -20,14 +20,14 @@ from failfast_jax.request_flags import (
     config_of,
     load,
 )
-from failfast_jax.results import Result, fate
+from failfast_jax.results import Result, acceptance_summary
 from failfast_jax.template_rendering import LONGEST_TEXT
 from failfast_jax.util import command_line, processes, progress
 from failfast_jax.util.files import describe_os_error, read_stream, read_text, user_path
 
 ANSWER = 256
 """Tokens of an answer whose length is not asked for."""
-TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
+TRACE_SUFFIXES = (".html", ".htm", ".svg", ".jsonl", ".json")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,20 +90,22 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)
         source, prompt = "stdin", read_stream(sys.stdin, "stdin", LONGEST_TEXT)
-    if not prompt:  # spaces may be continued, if they are no turn: `encode` knows
+    if not prompt:  # a prompt of spaces is checked by `encode`: it is valid without a chat template
         raise OptionError(f"{source}: the prompt is empty")
     return prompt
 
 
 def _summary(result: Result, has_drafter: bool) -> str:
     stats = result.stats
-    counts = f"{fate(stats.rounds, stats.drafted, stats.accepted)}, {stats.drafter_passes} drafter passes"
-    if result.method == "auto" and has_drafter and not stats.drafter_passes:
-        instead = "drafts of the text" if stats.drafted else "plain steps"
-        counts += f" (not asked: {instead} promised more tokens a second)"
     if result.method == DIFFUSION_METHOD:
         adopted = "" if stats.adopted_passes is None else f", {stats.adopted_passes} adopted"
         counts = f"{stats.rounds} blocks, {stats.target_passes} passes{adopted}"
+    else:
+        rounds = acceptance_summary(stats.rounds, stats.drafted, stats.accepted)
+        counts = f"{rounds}, {stats.drafter_passes} drafter passes"
+        if result.method == "auto" and has_drafter and not stats.drafter_passes:
+            instead = "drafts of the text" if stats.drafted else "plain steps"
+            counts += f" (not asked: {instead} promised more tokens per second)"
     return (
         f"{result.method}: {len(result.output_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s | {counts} | "
         f"load {stats.load_s:.1f} s, compile {stats.compile_s:.1f} s "
@@ -121,8 +123,8 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
     if args.profile is not None:
         args.profile.mkdir(parents=True, exist_ok=True)
     if (path := args.trace) is not None and str(path) != TERMINAL:
-        if path.suffix.lower() not in TRACES:
-            raise OptionError(f"--trace {path}: must end in {', '.join(TRACES)}, or be - for the terminal")
+        if path.suffix.lower() not in TRACE_SUFFIXES:
+            raise OptionError(f"--trace {path}: must end in {', '.join(TRACE_SUFFIXES)}, or be - for the terminal")
         if not path.resolve().parent.is_dir():
             raise OptionError(f"--trace {path}: no such folder")
     return config
@@ -156,7 +158,7 @@ def _run(args: argparse.Namespace) -> None:
     ids = engine.encode(prompt)
     config = _fitted(args, config, len(ids), engine.max_seq_len)
     engine.time_rounds, engine.profile = args.trace is not None, args.profile
-    # On a terminal the view of the rounds has the answer.
+    # The view of the rounds in a terminal already shows the answer.
     viewed = str(args.trace) == TERMINAL and sys.stdout.isatty() and sys.stderr.isatty()
     if args.json or viewed or not sys.stdout.isatty():
         result = engine.generate([ids], config)[0]

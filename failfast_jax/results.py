@@ -22,16 +22,16 @@ class Round:
     passes: int
     """Forward passes of the drafter."""
     adopted: int | None = None
-    """With `dllm --spiffy`: passes of the block that a draft state replaced."""
+    """With `dllm --spiffy`: passes of the block that draft states replaced."""
     tree: dict[str, list[int]] | None = None
-    """The verified tree, if any: `tokens` and `parent` of its nodes (-1: the last token before the round). `drafted` is
-    then its longest path, with the accepted one over its beginning."""
+    """The verified tree, if any: `tokens` and `parent` of its nodes (-1: the last token before the round). Its
+    accepted nodes, then the rest of the longest path, are in `drafted`."""
     expected: float | None = None
     """With `auto`: expected tokens of the round."""
     seconds: float | None = None
-    """With `auto`: expected seconds of the round, for the whole batch."""
+    """Expected seconds of the round, for the whole batch (`auto`)."""
     took: float | None = None
-    """Seconds that the round took, where rounds were timed one by one (`--trace`)."""
+    """Measured seconds of the round (`--trace`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, without keys of absent values."""
@@ -44,7 +44,7 @@ class TokenLogprob:
 
     logprob: float
     best: list[tuple[int, float]]
-    """The most probable tokens at its place, best first, with theirs."""
+    """The most probable tokens at this position with their log-probabilities, best first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +55,10 @@ class RowLog:
     drafter_passes: int
     target_passes: int
     widths: list[int] | None = None
-    """Rows that each round verified, if its drafter chose them by costs."""
+    """Positions that each round verified, if its drafter chose them by costs."""
 
     def timed(self, took: Sequence[float]) -> RowLog:
-        """Returns a copy with the seconds of the batch's rounds; a row runs from the first of them on."""
+        """Returns a copy with measured seconds; a row's rounds are the first ones of the batch."""
         rounds = [dataclasses.replace(entry, took=seconds) for entry, seconds in zip(self.rounds, took)]
         return dataclasses.replace(self, rounds=rounds)
 
@@ -113,7 +113,7 @@ class Stats:
     cache_hits: int
     host_syncs: int
     adopted_passes: int | None = None
-    """With `dllm --spiffy`: passes that a draft state replaced; with `target_passes` the passes without `--spiffy`."""
+    """With `dllm --spiffy`: passes that draft states replaced; added to `target_passes`, the passes without it."""
     costs: dict[str, Any] | None = None
     """With `auto`: seconds of a round by verified rows (`verify`), of a drafter pass (`draft`), and their `source`."""
 
@@ -131,7 +131,7 @@ class Stats:
         )
 
 
-def fate(rounds: int, drafted: int, accepted: int) -> str:
+def acceptance_summary(rounds: int, drafted: int, accepted: int) -> str:
     """Summarises rounds, drafted and accepted tokens in a line, the same in every command."""
     return f"{rounds} rounds, {accepted} of {drafted} drafted tokens accepted ({accepted / max(rounds, 1):.2f} a round)"
 

@@ -10,9 +10,9 @@ from typing import Any
 from failfast_jax.results import TokenLogprob
 from failfast_jax.text_stream import UNFINISHED, text_of
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
-WORD = "▁"
+WORD_START = "▁"
 """In SentencePiece's vocabularies: the space before a word, which decoding a single token leaves out."""
 
 
@@ -30,15 +30,15 @@ class Spelling:
         self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def text(self, token: int) -> str:
-        """A token alone; special ones by their names, parts of characters as U+FFFD."""
+        """Returns a token's text: special tokens by name, partial characters as U+FFFD."""
         if token not in self._texts:
             text = text_of(self._tokenizer, [token], skip_special_tokens=False)
-            lacks_space = self._piece(token).startswith(WORD) and not text.startswith(" ")
+            lacks_space = self._piece(token).startswith(WORD_START) and not text.startswith(" ")
             self._texts[token] = f" {text}" if lacks_space else text
         return self._texts[token]
 
     def bytes(self, token: int) -> list[int] | None:
-        """UTF-8 of a token; None for a part of a character whose bytes the vocabulary does not tell."""
+        """Returns a token's UTF-8 bytes; None for a partial character whose bytes the vocabulary does not tell."""
         text, piece = self.text(token), self._piece(token)
         if UNFINISHED not in text:
             return list(text.encode())
@@ -48,7 +48,7 @@ class Spelling:
         return [self._bytes[character] for character in piece] if known else None
 
     def name(self, token: int) -> str:
-        """A token's text, or for parts of characters another name that no other token has."""
+        """Returns a token's text; for partial characters a unique name such as `bytes:\\xf0`."""
         text = self.text(token)
         if text and UNFINISHED not in text:
             return text
@@ -62,10 +62,10 @@ class Spelling:
 
 
 def of_chat(spelling: Spelling, ids: Sequence[int], entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`logprobs` of a chat's choice."""
+    """Returns `logprobs` of a chat's choice."""
 
     def entry_of(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": spelling.text(token), "bytes": spelling.bytes(token), "logprob": max(logprob, LEAST)}
+        return {"token": spelling.text(token), "bytes": spelling.bytes(token), "logprob": max(logprob, MIN_LOGPROB)}
 
     content = [
         {**entry_of(token, entry.logprob), "top_logprobs": [entry_of(*best) for best in entry.best]}
@@ -77,7 +77,7 @@ def of_chat(spelling: Spelling, ids: Sequence[int], entries: Sequence[TokenLogpr
 def of_completion(
     spelling: Spelling, ids: Sequence[int], entries: Sequence[TokenLogprob], offset: int, best: int
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice.
+    """Returns `logprobs` of a completion's choice. A partial character counts as one U+FFFD in the offsets.
 
     Args:
       offset: characters of the text before these tokens.
@@ -87,13 +87,13 @@ def of_completion(
     def top(token: int, entry: TokenLogprob) -> dict[str, float]:
         # Of two tokens with the same text the more probable one overwrites the other.
         pairs = [(token, entry.logprob), *reversed(entry.best)]
-        return {spelling.name(other): max(logprob, LEAST) for other, logprob in pairs}
+        return {spelling.name(other): max(logprob, MIN_LOGPROB) for other, logprob in pairs}
 
     # Tokens of 4 and 3 characters after 7 others begin at [7, 11].
     offsets = list(itertools.accumulate((len(spelling.text(token)) for token in ids), initial=offset))[:-1]
     return {
         "tokens": [spelling.name(token) for token in ids],
-        "token_logprobs": [max(entry.logprob, LEAST) for entry in entries],
+        "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in entries],
         "top_logprobs": [top(*pair) for pair in zip(ids, entries)] if best else None,
         "text_offset": offsets,
     }

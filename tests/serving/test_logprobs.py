@@ -21,7 +21,7 @@ from failfast_jax import FailFast, GenerationConfig, Request  # noqa: E402
 from failfast_jax.decoding.width_plan import make_plan  # noqa: E402
 from failfast_jax.results import TokenLogprob  # noqa: E402
 from failfast_jax.serving.answer import Finished  # noqa: E402
-from failfast_jax.serving.logprobs import LEAST, Spelling, of_completion  # noqa: E402
+from failfast_jax.serving.logprobs import MIN_LOGPROB, Spelling, of_completion  # noqa: E402
 from failfast_jax.serving.queue import Queue  # noqa: E402
 from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
 
@@ -206,7 +206,7 @@ def test_tokens_are_spelled_so_that_clients_can_join_them():
     entries = [TokenLogprob(-1.0, [(4, -0.5)]), TokenLogprob(-np.inf, [(4, -0.1)])]
     assert of_completion(spelling, [1, 2], entries, 7, 1) == {
         "tokens": names[1:3],
-        "token_logprobs": [-1.0, LEAST],
-        "top_logprobs": [{" the": -1.0, "abc": -0.5}, {names[2]: LEAST, "abc": -0.1}],
+        "token_logprobs": [-1.0, MIN_LOGPROB],
+        "top_logprobs": [{" the": -1.0, "abc": -0.5}, {names[2]: MIN_LOGPROB, "abc": -0.1}],
         "text_offset": [7, 11],
     }

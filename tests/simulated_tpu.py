@@ -130,7 +130,7 @@ CASES = {
 def engine(models: tuple, kernel: str, **options: Any) -> FailFast:
     """Widths and defaults are a TPU's, whichever kernel attends."""
     built = FailFast(*models, attention=kernel, widths=DEFAULT_WIDTHS["tpu"], **options)
-    built.runtime.platform = "tpu"
+    built.platform = built.runtime.platform = "tpu"
     return built
 
 

@@ -130,6 +130,8 @@ def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
     Raises:
       ConfigError: an option that does not exist or cannot be served; `where` names the file.
     """
+    if not defaults:
+        return
     try:
         resolve(GenerationConfig("failfast", options=defaults))
     except OptionError as error:

@@ -227,8 +227,8 @@ def tell_libtpu(bus: Path = PCI) -> None:
 
 
 def compiler_options(device: Any) -> dict[str, str | bool]:
-    """Returns options of `jax.stages.Lowered.compile` for a device: those of its chip; none, with a warning, if this
-    version of the compiler does not know all of them. A device that is not present is only compiled for: all."""
+    """Returns options of `jax.stages.Lowered.compile` for a device: those of its chip that this version of the compiler
+    knows; the others are logged. For a device that is not present, and only compiled for: all options."""
     chip = CHIPS.get(device.device_kind)
     if chip is None:
         return {}
@@ -243,14 +243,17 @@ _asking = threading.Lock()
 
 @functools.cache
 def _known(kind: str, options: tuple[tuple[str, str | bool], ...]) -> tuple[tuple[str, str | bool], ...]:
+    trial = jax.jit(lambda: jnp.int32(0)).lower()
     try:
-        jax.jit(lambda: jnp.int32(0)).lower().compile(compiler_options=dict(options))
+        trial.compile(compiler_options=dict(options))
         return options
     except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
+        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+        if unknown is None:
             raise
-        logger.warning("%s: programs may be slower, as this XLA lacks an option: %s", kind, str(error).splitlines()[0])
-        return ()
+    name = unknown[1]
+    logger.warning("%s: this XLA does not know the option %s; programs may be slower for it", kind, name)
+    return _known(kind, tuple(option for option in options if option[0] != name))
 
 
 HOP_S = 1e-6

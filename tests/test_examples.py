@@ -6,7 +6,6 @@ import importlib
 import json
 import runpy
 
-import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
 
@@ -14,20 +13,6 @@ from failfast_jax import FailFast
 
 TARGET, DRAFTER = GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied"
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """The scripts by name, as modules."""
-    monkeypatch.syspath_prepend(GOLDEN.parents[2] / "examples")
-    return importlib.import_module
-
-
-def test_generate_and_stream(example, capsys):
-    example("generate_and_stream").main(TARGET, DRAFTER, [[7, 12, 100, 5], [3, 9]])
-    said = capsys.readouterr().out
-    assert said.endswith("plain decoding says the same: True\n")
-    assert said.count(" drafted tokens accepted (") == 2
 
 
 def test_a_stopping_rule_in_ones_own_jit(monkeypatch, capsys):
@@ -53,16 +38,6 @@ def test_the_figures_of_the_pages(monkeypatch, tmp_path):
     assert len(drawn["expansion.svg"].splitlines()) == len((docs / "expansion.svg").read_text().splitlines())
     assert drawn["economics.svg"].count('class="kept"') > 5
     assert "rejected" in drawn["rounds.svg"] and drawn["rounds.svg"].count("<rect") > 60
-
-
-def test_train_a_drafter(example, tmp_path, capsys):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 150, 5).tolist() for _ in range(16)]
-    options = "--layers 1 --row-features 0,1 --rows 3 --draft-vocab 50 --seq-len 64 --steps 4 --batch 2 --anchors 4"
-    options = [*options.split(), *"--held-out 4 --eval-prompts 2 --eval-tokens 6 --skip-short".split()]
-    drafter = example("train_a_drafter").main(GOLDEN / "llama_tied", prompts, tmp_path, *options, max_new_tokens=32)
-    assert (drafter / "config.json").is_file()
-    assert capsys.readouterr().out.endswith("plain decoding says the same: True\n")
 
 
 @pytest.mark.long(rare=True)

@@ -54,7 +54,8 @@ def load_model(
         are stored in 16 bits stay so in a float32 model: the same arithmetic on half the memory.
       quantize: one of `quantization.SCHEMES`; each matrix is rounded as soon as it has been read (those of a
         converted folder once all are there), so that the whole model need not fit.
-      progress: shows a progress bar on stderr; None: once loading has taken 2 seconds (a minute, in a file).
+      progress: shows a progress bar on stderr; None: shows it after 2 seconds on a
+        terminal, after a minute in a log file.
 
     Raises:
       CheckpointError: nothing loadable is there, or its tensors are missing, unexpected, mis-shaped,
@@ -90,7 +91,8 @@ class Checkpoint:
 
     Attributes:
       path: the file or folder.
-      config: the shape of the layers; of a model with the stop tokens of `generation_config.json`, and its mask token.
+      config: the model's configuration; for a full model it includes the stop tokens of `generation_config.json` and
+        the mask token.
       raw_config: the Hugging Face `config.json`, or its equivalent for a GGUF file.
       table: the parameters that the tensors fill; None for a folder that Orbax reads.
       network: makes the module, given `dtype` and `rngs`; None: a `Decoder`.
@@ -252,7 +254,8 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] 
         return Checkpoint(path, config, raw, None, orbax_folder.stored_params(path))
     tensors = safetensors_file.as_saved(safetensors_file.folder_tensors(path), path)
     if config.tie_embeddings and (head := tensors.get(safetensors_file.HEAD)) is not None:
-        # As in transformers 5, a head that is stored is used, and one that stands alone is the embedding, too.
+        # As in transformers 5: a stored head overrides `tie_word_embeddings`; a head without a stored embedding serves
+        # as both.
         tied = tensors.setdefault(safetensors_file.EMBED, head) is head
         tensors = {name: tensor for name, tensor in tensors.items() if not tied or name != safetensors_file.HEAD}
         config, raw = dataclasses.replace(config, tie_embeddings=tied), raw | {"tie_word_embeddings": tied}

@@ -1,6 +1,7 @@
 """From checkpoint tensors to parameters: the tables, the checks, the copying, and the model that they fill.
 
-Fused parameters are filled part by part, in small pieces, so that the host holds one parameter at a time, and no copy.
+Fused parameters are filled part by part, in small pieces, so no second copy of a parameter is made.
+`Checkpoint.read` assembles `READERS` parameters at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from failfast_jax.models.sharding import Block
 # Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
 # dequantising a whole tensor at once takes ten times as long, mostly in page faults.
 PIECE = 2**16
-# Of those that are read to where they stay, and checked there: each costs a system call or three.
+# Elements per piece that is read straight into its parameter: larger, as each piece costs one to three system calls.
 DIRECT_PIECE = 2**18
 # The exponent's bits, all set in NaN and infinity. numpy's `isfinite` is slow for types of 16 bits.
 _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
@@ -41,8 +42,9 @@ class StoredTensor:
     """The dtype of what `read` returns."""
     file: Path
     read: Callable[..., np.ndarray] | None = None
-    """`read(start, stop, out=None)` gives that range of the leading axis: in `out`, contiguous and of this dtype and
-    shape, if the stored bytes can be put there as they are; else in a new array. None: Orbax reads it."""
+    """`read(start, stop, out=None)` returns rows start..stop of the leading axis. If the stored bytes need no
+    conversion they are written to `out` (contiguous, of this dtype and shape); otherwise a new array is returned.
+    None: Orbax reads the tensor."""
 
 
 class Fills(NamedTuple):
@@ -207,7 +209,8 @@ def make_plan(
 
 
 def stored_tensors(table: Table, params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
-    """Turns parameters by their paths into a checkpoint's tensors by their names: the inverse of `make_plan`."""
+    """Splits parameters, by path, into a checkpoint's tensors, by name: the inverse of `ReadPlan.assemble` for tables
+    without `interleaved`."""
     return {
         name: np.concatenate(segments_of(np.asarray(params[path]), part, config))
         for name, path, part in table.entries(config.num_layers)
@@ -216,6 +219,7 @@ def stored_tensors(table: Table, params: Mapping[str, Any], config: ModelConfig)
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
+    """Returns up to `limit` names, then the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
@@ -252,10 +256,11 @@ def check_layers(names: Iterable[str], layers: int, where: Path) -> None:
     """Compares how many layers a configuration names with the tensors' names, before anything of that size is built.
 
     Raises:
-      CheckpointError: most layers have no tensor.
+      CheckpointError: the configuration names more than twice the stored layers, plus 64. Smaller gaps are reported by
+        `make_plan`, tensor by tensor.
     """
     stored = {int(match[1]) for name in names if (match := _LAYER_NUMBER.search(name))}
-    if layers > 2 * len(stored) + 64:  # what few layers lack is named tensor by tensor
+    if layers > 2 * len(stored) + 64:
         raise CheckpointError(
             f"{where}: missing tensors: the configuration names {layers} layers, and {len(stored)} are there"
         )

@@ -130,14 +130,14 @@ def forward_pair(
     """Runs noised and clean copies of texts in one pass, both at the text's positions.
 
     Clean row i sees clean j iff `i // D >= j // D`. Noised row i sees noised j of its own block, in both
-    directions, and clean j of earlier blocks; never its own block's clean tokens. So whatever fills a text up after its
-    last block is seen by nothing in it.
+    directions, and clean j of earlier blocks; never its own block's clean tokens. Filler after a
+    text's last block is therefore never seen by the text.
 
     Args:
       noised: copies of the texts; M may be a multiple of B (row r is of text r mod B), which then share one clean copy.
         L is a multiple of the block size.
-      gather: puts a layer together from the parts that the devices of a `shard_map` hold: again in the backward pass,
-        so that no more than one layer is whole at a time.
+      gather: gathers a layer's sharded parameters inside `shard_map`; they are gathered again in the backward pass, so
+        that only one whole layer is in memory.
 
     Returns:
       Hidden states after the final norm (see `Decoder.logits_of`) of the noised and of the clean copy.

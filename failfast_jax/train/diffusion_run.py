@@ -29,7 +29,7 @@ class DiffusionStart:
     Attributes:
       source: the checkpoint, autoregressive or of block diffusion.
       config: of the block-diffusion model that it becomes.
-      tokenizers: that of the target, whose prompts measure it, and the model's; or None.
+      tokenizers: the target's and the model's; each may be None. Evaluation prompts are encoded with the target's.
     """
 
     source: Checkpoint
@@ -65,8 +65,12 @@ class DiffusionStart:
 
 
 def _mask_token(source: Checkpoint, tokenizer: Any) -> int:
-    """Returns the mask token: a block-diffusion model's own, the tokenizer's, the first id that no token uses (of
-    Qwen2.5 the one that Fast-dLLM v2 took), or one that no text has."""
+    """Chooses the mask token, in this order: the model's own; the tokenizer's `MASK_TOKEN`; the first unused id (for
+    Qwen2.5, Fast-dLLM v2's); a special token that no text has.
+
+    Raises:
+      OptionError: there is none.
+    """
     known = {} if tokenizer is None else tokenizer.get_vocab()
     free = max(known.values()) + 1 if known else FAST_DLLM_MASK_TOKEN
     if source.config.mask_token_id is not None:

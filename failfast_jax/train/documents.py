@@ -76,7 +76,7 @@ class Documents:
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
     def frequent_tokens(self, vocab_size: int, count: int, always: Sequence[int] = ()) -> np.ndarray:
-        """Returns the `count` most frequent tokens of the answers, `always` among them, by ascending id.
+        """Returns the `count` most frequent tokens after the first prompts, `always` among them, by ascending id.
 
         Tokens that never occur fill up by id, so that the result has its size whatever the data.
         """

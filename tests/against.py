@@ -25,18 +25,20 @@ HERE = Path(__file__).resolve().parents[1]
 WORKER = """
 import json, sys
 answers, sys.stdout = sys.stdout, sys.stderr
-from failfast_jax import drafters
-from failfast_jax.generation_config import GenerationConfig
+from failfast_jax import GenerationConfig, drafters
 from failfast_jax.defaults import load_pair
 engine = load_pair(method="failfast")
 for line in sys.stdin:
     prompt, method, tokens = json.loads(line)
-    if method == "auto" and "auto" not in drafters.METHODS:
-        method = "failfast"  # as it was called once
-    [result] = engine.generate(prompt, GenerationConfig(method, max_new_tokens=tokens))
+    options = {}
+    if "auto" not in drafters.METHODS:  # as methods were called once: `failfast` chose by costs, others by an option
+        options = {} if method in ("auto", "vanilla") else {"policy": "fixed"}
+        method = "failfast" if method == "auto" else method
+    config = GenerationConfig(method, max_new_tokens=tokens, options=options)
+    [result] = engine.generate(prompt, config)
     print(json.dumps({"seconds": result.stats.decode_s, "ids": result.output_ids}), file=answers, flush=True)
 """
-"""What both checkouts can run; c9d3eaf is the oldest that it was tried with."""
+"""What both checkouts can run; bc6cd58 is the oldest that it was tried with."""
 
 
 class Checkout:

@@ -38,7 +38,7 @@ for line in sys.stdin:
     [result] = engine.generate(prompt, config)
     print(json.dumps({"seconds": result.stats.decode_s, "ids": result.output_ids}), file=answers, flush=True)
 """
-"""What both checkouts can run; bc6cd58 is the oldest that it was tried with."""
+"""Runs in both checkouts; bc6cd58 is the oldest that it was tried with."""
 
 
 class Checkout:
@@ -65,13 +65,13 @@ def compared(both: list[Checkout], prompts: list[str], method: str, tokens: int,
     """The comparison of one method."""
     ratios, equal = [], 0
     for index, prompt in enumerate(prompts):
-        found = []
+        turns = []
         for turn in range(repeats + 1):
             backwards = (index + turn) % 2 == 1
             answers = [checkout.answer(prompt, method, tokens) for checkout in both[:: -1 if backwards else 1]]
-            found.append(answers[::-1] if backwards else answers)
-        equal += found[0][0]["ids"] == found[0][1]["ids"]
-        ratios.append(statistics.median(other["seconds"] / own["seconds"] for own, other in found[1:]))
+            turns.append(answers[::-1] if backwards else answers)
+        equal += turns[0][0]["ids"] == turns[0][1]["ids"]
+        ratios.append(statistics.median(other["seconds"] / here["seconds"] for here, other in turns[1:]))
         print(f"{method}: question {index + 1} of {len(prompts)}: {ratios[-1]:.2f}", file=sys.stderr)
     return {
         "ratio": statistics.median(ratios),
@@ -102,8 +102,8 @@ def main() -> int:
         parser.error("at least one question and --repeats 1")
     both = [Checkout(folder) for folder in (HERE, args.other)]
     tokens, repeats = args.max_new_tokens, args.repeats
-    found = {method: compared(both, prompts, method, tokens, repeats) for method in args.methods.split(",")}
-    print(json.dumps(found, indent=1))
+    comparisons = {method: compared(both, prompts, method, tokens, repeats) for method in args.methods.split(",")}
+    print(json.dumps(comparisons, indent=1))
     return 0
 
 

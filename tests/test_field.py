@@ -13,31 +13,23 @@ from failfast_jax.checkpoints.model_folder import read_pair
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
 FIELD = GOLDEN / "field"
-TARGETS = ("qwen3_a", "llama_e")
 
 
 def entries(name: str, file: str) -> list[dict]:
     return json.loads((FIELD / name / file).read_text())
 
 
-@pytest.mark.parametrize("name", [*TARGETS, "sdar_a"])
-def test_logits(name):
-    model = load_model(FIELD / name)
-    with np.load(FIELD / name / "golden.npz") as data:
-        lengths = [key.removeprefix("input_") for key in data if key.startswith("input_")]
-        assert len(lengths) >= 3
-        for length in lengths:
-            expected = data[f"logits_{length}"].reshape(-1, model.config.vocab_size)
-            got = model.logits(data[f"input_{length}"].reshape(1, -1))[0]
-            np.testing.assert_allclose(got, expected, atol=2e-4)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_greedy_tokens(name):
+@pytest.mark.parametrize("name", ["qwen3_a", "llama_e", "sdar_a"])
+def test_logits_and_greedy_tokens(name):
     engine = FailFast(FIELD / name)
     with np.load(FIELD / name / "golden.npz") as data:
+        inputs = {key: data[key] for key in data if key.startswith("input_")}
         texts = {int(key.removeprefix("greedy_")): data[key].tolist() for key in data if key.startswith("greedy_")}
-    assert len(texts) == 3
+        logits = {key: data[key.replace("input", "logits")] for key in inputs}
+    assert len(inputs) >= 3 and len(texts) == (0 if name == "sdar_a" else 3)
+    for key, ids in inputs.items():
+        got = engine.target.logits(ids.reshape(1, -1))[0]
+        np.testing.assert_allclose(got, logits[key].reshape(got.shape), atol=2e-4)
     for prompt, text in texts.items():
         result = engine.generate([text[:prompt]], method="vanilla", max_new_tokens=len(text) - prompt)[0]
         assert result.output_ids == text[prompt:]
@@ -62,22 +54,9 @@ def test_sdar_writes_as_published():
         assert [t for block in result.rounds for t in block.emitted] == result.output_ids
 
 
-@pytest.mark.usefixtures("few_widths")
-@pytest.mark.parametrize("method", tiers(["failfast", "fast-dllm"], quick=["failfast"]))
-def test_sdar_drafts_for_qwen3_without_loss(method):
-    engine = FailFast(FIELD / "qwen3_a")
-    engine.drafter = load_model(FIELD / "sdar_a")  # by hand: their vocabularies differ by SDAR's own two tokens
-    prompts = [[3, 17, 40, 90], list(range(8)), list(range(40, 71))]
-    drafted = engine.generate(prompts, method=method, max_new_tokens=24, exact=True, spec_len=4)
-    plain = engine.generate(prompts, method="vanilla", max_new_tokens=24, exact=True)
-    assert [result.output_ids for result in drafted] == [result.output_ids for result in plain]
-    assert all(result.stats.drafted > 0 for result in drafted)
-
-
 @pytest.mark.parametrize(
     "option, message",
     [
-        ({"steps": 9}, "--steps 9: must be the block size 8"),
         ({"steps": 4}, "--steps 4: must be the block size 8"),
         ({"small_block_size": 4}, "--small-block-size 4: SDAR models unmask a block as a whole"),
         ({"block_cache": True}, "--block-cache: SDAR models"),
@@ -135,9 +114,6 @@ BAD_KEYS = [
     (DFLASH, {"hidden_size": 128}, "a target with hidden size 128; the target model has 64"),
     (DSPARK, {"target_layer_ids": [0, 8]}, "reads the target's layer 8; the target model has 8"),
     (DSPARK, {"target_layer_ids": "all"}, "key 'target_layer_ids' must be a list of layer numbers"),
-    (DFLASH, {"dflash_config": None}, "key 'target_layer_ids' must be a list"),
-    (DFLASH, {"block_size": 1}, "key 'block_size' must be an integer from 2 .* got 1"),
-    (DSPARK, {"block_size": "7"}, "key 'block_size' must be an integer from 1 .* got '7'"),
     (DFLASH, {"block_size": 100_000}, "key 'block_size' must be an integer from 2 to 512, got 100000"),
     (DSPARK, {"mask_token_id": 160}, "mask token 160 is outside the vocabulary of 160"),
     (DSPARK, {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported"),

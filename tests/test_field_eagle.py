@@ -8,7 +8,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN, config_of, hf_folder, refuses, tensors_of, with_bad_value
+from checkpoint_files import GOLDEN, config_of, hf_folder, refuses, tensors_of
 from tiers import tiers
 
 from failfast_jax import FailFast, load_model
@@ -20,7 +20,7 @@ FIELD = GOLDEN / "field"
 TREES = {"eagle3_qwen3_a": "qwen3_a", "eagle3_llama_e": "llama_e"}
 CHAIN, TREE = "deepspec_eagle3_qwen3_a", "eagle3_qwen3_a"
 EMITTED = 64
-"""By the public loops, the token of their prefill included: ours begins behind that one."""
+"""By the public loops, the token of their prefill included: ours begins after that one."""
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def assert_same(case: dict, rounds: list[dict], output: list[int]) -> None:
         at += len(ours["emitted"])
 
 
-@pytest.mark.parametrize("drafter", tiers([*TREES, CHAIN], quick=[CHAIN], long=None))
+@pytest.mark.parametrize("drafter", tiers([*TREES, CHAIN], quick=[TREE], long=None))
 def test_every_round_is_the_public_codes(drafter):
     """In a batch."""
     settings, cases = answers(drafter)
@@ -131,18 +131,10 @@ def test_layouts(copy):
         "transformer_layer_config": inner,
         "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
     }
-    found = load(copy(tensors=renamed, **outer, norm_before_residual=True))
-    assert (found.feature_layers, found.config.chain, found.config.normed_residual) == ((1, 3, 4), 5, True)
-    assert same(found.replace(network=published.network), published)
-
-
-def test_an_embedding_is_shared_where_it_is_the_targets(copy):
-    target, tensors = load_target("qwen3_a"), tensors_of(f"field/{CHAIN}")
-    assert load(FIELD / CHAIN).embed is not None and load(FIELD / CHAIN).config.chain == 7
-    shared = load(copy(CHAIN, tensors | {"embed_tokens.weight": np.asarray(target.embed[...])}))
-    assert shared.shared == ("embed",) and shared.embed is target.embed[...]
-    other = load(copy(CHAIN, tensors | {"embed_tokens.weight": np.asarray(target.embed[...]) + 1}))
-    assert other.shared == ()
+    speculator = load(copy(tensors=renamed, **outer, norm_before_residual=True))
+    assert speculator.feature_layers == (1, 3, 4)
+    assert speculator.config.chain == 5 and speculator.config.normed_residual
+    assert same(speculator.replace(network=published.network), published)
 
 
 def test_the_full_vocabulary_needs_no_table(copy):
@@ -153,64 +145,37 @@ def test_the_full_vocabulary_needs_no_table(copy):
 
 
 BAD_KEYS = [
-    (TREE, {"hidden_size": 48}, "hidden size 48; qwen3_a has 64"),
-    (TREE, {"vocab_size": 161}, "vocabulary 161; qwen3_a has 160"),
-    (CHAIN, {"num_target_layers": 9}, "layers 9; qwen3_a has 8"),
-    (CHAIN, {"num_target_layers": None, "target_layer_ids": [0, 2, 3, 5, 8]}, "layer 8; qwen3_a has 8"),
-    (TREE, {"target_hidden_size": 128}, "hidden size 128; qwen3_a has 64"),
     (TREE, {"draft_vocab_size": 200}, "'draft_vocab_size' must be an integer from 1 to 160, got 200"),
-    (TREE, {"hidden_size": "64"}, "key 'hidden_size' must be an integer from 1"),
-    (TREE, {"architectures": ["Qwen3Eagle3Model"]}, "key 'target_layer_ids' must be a list"),
-    (TREE, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "must be a list of layer numbers"),
     (TREE, {"transformer_layer_config": 3}, "key 'transformer_layer_config' must be an object, got 3"),
     (CHAIN, {"ttt_length": 0}, "key .ttt_length. must be an integer from 1"),
     (CHAIN, {"num_hidden_layers": 2}, "2 layers; an EAGLE-3"),
 ]
 
 
-@pytest.mark.parametrize("name, changes, message", BAD_KEYS, ids=[message for *_, message in BAD_KEYS])
+@pytest.mark.parametrize("name, changes, message", BAD_KEYS)
 def test_bad_configurations_are_named(copy, name, changes, message):
     refuses(message, copy(name, **changes), load, ConfigError)
 
 
-def test_damaged_folders_are_named(copy):
+def test_damaged_draft_vocabularies_are_named(copy):
     tensors = tensors_of(f"field/{TREE}")
-    without = {name: {key: value for key, value in tensors.items() if key != name} for name in tensors}
-    for changed, message in (
-        (without["d2t"], "tensor d2t is missing"),
-        (without["midlayer.self_attn.q_proj.weight"], r"missing tensors: midlayer.self_attn.q_proj.weight"),
-        (without["lm_head.weight"], "missing tensors: lm_head.weight"),
-        (tensors | {"extra": np.zeros(3, np.float32)}, "unexpected tensors: extra"),
-        (tensors | {"fc.weight": np.zeros((64, 128), np.float32)}, r"fc.weight is \[64, 128\]"),
-        (tensors | {"d2t": tensors["d2t"] + 160}, "d2t does not name 96 of 160 tokens"),
-        (tensors | {"d2t": tensors["d2t"].astype(np.float32)}, "d2t is float32"),
-        (with_bad_value(tensors, "fc.weight", np.nan), "tensor fc.weight holds NaN"),
+    for table, message in (
+        (tensors["d2t"] + 160, "d2t does not name 96 of 160 tokens"),
+        (tensors["d2t"].astype(np.float32), "d2t is float32"),
     ):
-        refuses(message, copy(tensors=changed), load, CheckpointError)
-    (folder := copy() / "model.safetensors").rename(folder.with_name("pytorch_model.bin"))
-    message = "only pickled weights .*pytorch_model.bin.*weights_only=True"
-    with pytest.raises(CheckpointError, match=message):
-        FailFast(load_target("qwen3_a"), folder.parent)
+        refuses(message, copy(tensors=tensors | {"d2t": table}), load, CheckpointError)
 
 
-REFUSED = (
+REFUSED = [
     ({"spec_len": 3, "tree_depth": 2}, "--spec-len 3: not with --tree-depth 2"),
     ({"exact": True}, "--exact: a tree's keys"),
     ({"acceptance": "rejection"}, "--acceptance rejection: a tree is not sampled"),
-    ({"tree_top_k": 64, "tree_depth": 33}, "--tree-depth 33: must be in"),
-    ({"tau": 0.5}, "--tau 0.5: --method eagle3 has no such option"),
-    ({"method": "failfast", "tree_budget": 9}, "--tree-budget 9: --method failfast has no such option"),
-    ({"method": "failfast", "schedule": "aligned"}, "--schedule aligned: needs a drafter of kind"),
     ({"method": "failfast", "reuse": True}, "--reuse: needs a drafter of kind"),
-    ({"method": "failfast", "block_size": 8}, "--block-size 8: needs a drafter of kind"),
-    (
-        {"method": "fast-dllm"},
-        r"method fast-dllm needs a drafter of kind .*, this one is eagle \(use --method eagle3\)",
-    ),
-)
+    ({"method": "fast-dllm"}, r"needs a drafter of kind .*, this one is eagle \(use --method eagle3\)"),
+]
 
 
-@pytest.mark.parametrize("options, said", REFUSED, ids=[said for _, said in REFUSED])
-def test_what_cannot_be_served_is_refused(options, said):
-    with pytest.raises((OptionError, ConfigError), match=said):
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_what_cannot_be_served_is_refused(options, message):
+    with pytest.raises((OptionError, ConfigError), match=message):
         engine(TREE).generate([[1, 2]], **{"method": "eagle3"} | options)

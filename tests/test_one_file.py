@@ -8,7 +8,6 @@ import importlib
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
-from tiers import tiers
 
 from failfast_jax import FailFast, GenerationConfig
 
@@ -25,21 +24,18 @@ def one_file(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spec_len, max_spec_len, tau",
-    tiers([(10, 60, 0.45), (4, 24, 0.2), (8, 40, 0.8)], quick=[(4, 24, 0.2)]),
+    "pair, spec_len, max_spec_len, tau",
+    [(PAIRS[1], 4, 24, 0.2), pytest.param(PAIRS[0], 10, 60, 0.45, marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("target, drafter", tiers(PAIRS, quick=[PAIRS[1]], long=None))
-def test_its_rounds_are_the_engines(one_file, target, drafter, spec_len, max_spec_len, tau):
-    target, drafter = GOLDEN / target, GOLDEN / drafter
-    engine = FailFast(target, drafter)
-    options = {"spec_len": spec_len, "max_spec_len": max_spec_len, "tau": tau}
-    config = GenerationConfig("failfast", max_new_tokens=40, **options)
+def test_its_rounds_are_the_engines(one_file, pair, spec_len, max_spec_len, tau):
+    target, drafter = (GOLDEN / name for name in pair)
+    lengths = {"spec_len": spec_len, "max_spec_len": max_spec_len}
+    engine, config = FailFast(target, drafter), GenerationConfig("failfast", max_new_tokens=40, tau=tau, **lengths)
+    options = one_file.Options(spec_len, max_spec_len, tau)
     rounds = extended = 0
     for prompt in PROMPTS:
         (result,) = engine.generate([prompt], config)
-        ids, rows = one_file.answer(
-            target, drafter, prompt, 40, one_file.Options(spec_len, max_spec_len, tau), "float32"
-        )
+        ids, rows = one_file.answer(target, drafter, prompt, 40, options, "float32")
         assert ids == result.output_ids
         assert len(rows) == len(result.rounds)
         for row, expected in zip(rows, result.rounds):

@@ -97,15 +97,10 @@ class BlockDrafter(Drafter):
         """Length of the blocks in front of the row that predicts what follows `length` tokens: what may be final."""
         return (length - self.shift) // self.block * self.block
 
-    def masked_text(
-        self, committed: Committed, drafted: Int[Array, "B M"] | None = None, count: Int[Array, " B"] | None = None
-    ) -> Int[Array, "B T"]:
-        """Committed tokens, the first `count` drafted ones, then masks."""
+    def masked_text(self, committed: Committed) -> Int[Array, "B T"]:
+        """Committed tokens, then masks."""
         columns = jnp.arange(committed.tokens.shape[1])
-        text = jnp.where(columns < committed.length[:, None], committed.tokens, self.mask_token)
-        if drafted is None:
-            return text
-        return place(text, committed.length, drafted, jnp.arange(drafted.shape[1]) < count[:, None])
+        return jnp.where(columns < committed.length[:, None], committed.tokens, self.mask_token)
 
     def logits(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """Logits without the mask token and the ids that the target lacks."""
@@ -123,7 +118,7 @@ class BlockDrafter(Drafter):
         Blocks in front of `front` become final in it: they are stored by passes that happen anyway.
 
         Args:
-          text: see `masked_text`.
+          text: tokens before `front`, then masks.
           active: sequences that the pass is for.
 
         Returns:
@@ -167,7 +162,8 @@ class Wide(Grow, BlockDrafter):
     def look(self, committed, growth):
         draft = growth.draft
         front = committed.length + draft.length
-        text = self.masked_text(committed, draft.tokens, draft.length)
+        drafted = jnp.arange(self.max_draft) < draft.length[:, None]
+        text = place(self.masked_text(committed), committed.length, draft.tokens, drafted)
         logits, lags, state = self.block_pass(growth.state, text, front, growth.growing)
         positions = front[:, None] + jnp.arange(self.spec_len)
         return Chunk(*self.propose(logits, positions, committed), jnp.where(lags, 0, self.spec_len)), state
@@ -177,12 +173,9 @@ class Wide(Grow, BlockDrafter):
 class Refined:
     """Drafts while they are filled: the carry of the passes."""
 
-    tokens: Int[Array, "B N"]
-    """Filled positions; anything where `masked`."""
-    confidence: Float[Array, "B N"]
-    """Confidence with which each position was filled."""
+    draft: Draft
+    """Anything where `masked`; a confidence is that with which the position was filled."""
     masked: Bool[Array, "B N"]
-    passes: Int[Array, " B"]
     state: BlockState
 
 
@@ -205,33 +198,26 @@ class Refine(BlockDrafter):
 
     def draft(self, state, committed):
         active = committed.running & (committed.room > 0)
-        length, size = committed.length, (active.shape[0], self.spec_len)
-        masks = self.masked_text(committed)
+        length, masks = committed.length, self.masked_text(committed)
 
-        def fill(draft: Refined) -> Refined:
-            text = place(masks, length, draft.tokens, ~draft.masked)
-            logits, _, after = self.block_pass(draft.state, text, length, draft.masked.any(1))
+        def fill(filling: Refined) -> Refined:
+            draft, masked = filling.draft, filling.masked
+            text = place(masks, length, draft.tokens, ~masked)
+            logits, _, after = self.block_pass(filling.state, text, length, masked.any(1))
             tokens, confidence = argmax(logits, confidence=True)
             # The row that predicts the first token may end a block, which the next pass has to see again.
             again = jnp.minimum(after.cached, self.whole_blocks(length))
             after = after.replace(cached=jnp.where(draft.passes + 1 < self.steps, again, after.cached))
             goal = -(-(draft.passes + 1) * self.spec_len // self.steps)
-            chosen = to_fill(confidence, draft.masked, least=goal - (~draft.masked).sum(1))
-            return Refined(
+            chosen = to_fill(confidence, masked, least=goal - (~masked).sum(1))
+            draft = draft.replace(
                 tokens=jnp.where(chosen, tokens, draft.tokens),
                 confidence=jnp.where(chosen, confidence, draft.confidence),
-                masked=draft.masked & ~chosen,
-                passes=draft.passes + draft.masked.any(1),
-                state=after,
+                passes=draft.passes + masked.any(1),
             )
+            return Refined(draft, masked & ~chosen, after)
 
-        begin = Refined(
-            tokens=jnp.zeros(size, jnp.int32),
-            confidence=jnp.zeros(size),
-            masked=jnp.broadcast_to(active[:, None], size),
-            passes=jnp.zeros(size[:1], jnp.int32),
-            state=state,
-        )
-        end = jax.lax.while_loop(lambda draft: jnp.any(draft.masked), fill, begin)
-        fits = jnp.where(active, jnp.minimum(self.spec_len, committed.room), 0)
-        return Draft(tokens=end.tokens, confidence=end.confidence, length=fits, passes=end.passes), end.state
+        draft = Draft.empty(length.shape[0], self.spec_len)
+        begin = Refined(draft, jnp.broadcast_to(active[:, None], draft.tokens.shape), state)
+        end = jax.lax.while_loop(lambda filling: jnp.any(filling.masked), fill, begin)
+        return end.draft.replace(length=jnp.where(active, jnp.minimum(self.spec_len, committed.room), 0)), end.state

@@ -50,29 +50,26 @@ class EagleDrafter(Drafter):
         )
 
     def prefill(self, state, committed, start, width, features):
-        starts = jnp.full_like(committed.length, start)
         # The last chunk may end with the buffer; its last pair's token lies beyond.
-        tokens = gather_window(jnp.pad(committed.tokens, ((0, 0), (0, 1))), starts + 1, width)
-        return self._seen(state, tokens, features, starts, start + width, committed.length - 2 - start)
+        longer = committed.replace(tokens=jnp.pad(committed.tokens, ((0, 0), (0, 1))))
+        return self._seen(state, longer, features, jnp.full_like(committed.length, start), start + width)
 
     def commit(self, state, outcome):
-        before, after = outcome.before, outcome.after
-        width, starts = outcome.features.shape[1], before.length - 1
-        tokens = gather_window(after.tokens, before.length, width)
-        live = jnp.max(jnp.where(before.running, starts + width, 0))
-        return self._seen(state, tokens, outcome.features, starts, live, after.length - before.length - 1)
+        starts = outcome.before.length - 1
+        live = jnp.max(jnp.where(outcome.before.running, starts + outcome.features.shape[1], 0))
+        return self._seen(state, outcome.after, outcome.features, starts, live)
 
     def _seen(
         self,
         state: EagleState,
-        tokens: Int[Array, "B W"],
+        committed: Committed,
         features: Float[Array, "B W F E"],
         start: Int[Array, " B"],
         live: Int[Array, ""],
-        newest: Int[Array, " B"],
     ) -> EagleState:
-        """With the pairs at positions `start ...`; `newest` is the last final one of them, if it is one of them."""
-        model, width = self.model, tokens.shape[1]
+        """With the pairs at positions `start ...`, and the hidden state of the text's last one, if it is among them."""
+        model, width = self.model, features.shape[1]
+        tokens, newest = gather_window(committed.tokens, start + 1, width), committed.length - 2 - start
         out, cache = model.network.pairs(model.embed[tokens], model.network.fused(features), state.cache, start, live)
         inside = (newest >= 0) & (newest < width)
         hidden = gather_rows(out, jnp.clip(newest, 0, width - 1)[:, None])[:, 0]

@@ -73,10 +73,6 @@ class Lookup(Drafter):
         return jnp.where(match >= self.min_match, length, 0)
 
     def draft(self, state, committed):
-        return self.find(committed)[0], state
-
-    def find(self, committed: Committed) -> tuple[Draft, Int[Array, " B"]]:
-        """The draft, and how many tokens matched (0: none did)."""
         match, after = longest_match(committed)
         length = jnp.minimum(self.draft_length(match), committed.room)
         length = jnp.where(committed.running, length, 0)
@@ -92,7 +88,7 @@ class Lookup(Drafter):
             length=length,
             passes=jnp.zeros_like(length),
         )
-        return draft, match
+        return draft, state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
 
 
 def block(marker: str) -> str:
-    """The code behind an HTML comment."""
+    """The code after an HTML comment."""
     (code,) = re.findall(
         rf"<!-- {re.escape(marker)} -->\n```\w+\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
     )
@@ -27,7 +27,7 @@ def block(marker: str) -> str:
 
 
 def module_of(code: str, monkeypatch) -> dict:
-    """What a file with that code defines."""
+    """Names that a file with that code defines."""
     module = types.ModuleType("written_by_a_reader")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look it up
     exec(code, vars(module))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tiers
-from tiny_engines import engine
+from tiny_engines import standalone_engine
 from tiny_models import VOCAB, committed, diffusion_config, outcome, random_model, tiny_config
 
 from failfast_jax import GenerationConfig
@@ -34,14 +34,15 @@ MASK = VOCAB - 1
 
 @functools.cache
 def drafter(kind: str) -> Drafter:
-    def block_options(block: int, spec_len: int, max_spec_len: int, tau: float) -> dict:
-        model = random_model(diffusion_config(block), seed=block)
+    def block_options(block: int, spec_len: int, max_spec_len: int, tau: float, **changes) -> dict:
+        model = random_model(diffusion_config(block, **changes), seed=block)
         lengths = {"spec_len": spec_len, "max_spec_len": max_spec_len}
         return {"model": model, "vocab": VOCAB - 1, "rule": BelowThreshold(np.float32(tau)), **lengths}
 
     return {
         "wide": lambda: Wide(**block_options(8, 3, 9, 0.25)),
         "wide, chunks longer than blocks": lambda: Wide(**block_options(4, 10, 30, 0.1)),
+        "wide, no shift": lambda: Wide(**block_options(8, 3, 9, 0.25, token_shift=False)),
         "aligned": lambda: Aligned(**block_options(8, 3, 9, 0.2), threshold=np.float32(0.4), small_block=4),
         "fast-dllm": lambda: Aligned(
             **block_options(8, 6, 6, 0.0), threshold=np.float32(0.9), small_block=4, expand=False
@@ -50,6 +51,7 @@ def drafter(kind: str) -> Drafter:
         "ar, dynamic": lambda: Autoregressive(
             model=autoregressive(), vocab=VOCAB, spec_len=2, max_spec_len=8, rule=BelowThreshold(np.float32(0.25))
         ),
+        "ar, seldom": lambda: Autoregressive.of(Site(model=autoregressive(), vocab=VOCAB), seldom=True, spec_len=4),
         "specdiff": lambda: Refine(
             model=random_model(diffusion_config(4), seed=4), vocab=VOCAB - 1, spec_len=7, steps=3
         ),
@@ -61,27 +63,10 @@ def autoregressive():
     return random_model(tiny_config(num_layers=1), seed=3)
 
 
-def test_an_autoregressive_model_catches_up_with_rounds_in_which_it_did_not_draft():
-    """After 139 tokens that it has not seen, or 0 in the other row, it drafts as if it had read them all."""
-    drafter = Autoregressive.of(Site(model=autoregressive(), vocab=VOCAB), seldom=True, spec_len=4)
-    texts = np.random.default_rng(0).integers(2, VOCAB, (2, 150)).tolist()
-    now = committed([texts[0], texts[1][:11]], WIDTH, 50)
-    behind, up_to_date = (
-        drafter.prefill(drafter.init(BATCH, WIDTH), seen, np.int32(0), 192, None)
-        for seen in (committed([text[:11] for text in texts], WIDTH, 50), now)
-    )
-    assert behind.cached.tolist() == [10, 10] and up_to_date.cached.tolist() == [149, 10]
-    (late, state), (draft, expected) = (draft_of(drafter, one, now) for one in (behind, up_to_date))
-    assert late.tokens.tolist() == draft.tokens.tolist() and late.passes.tolist() == [6, 4]
-    np.testing.assert_allclose(late.confidence, draft.confidence, rtol=1e-5)
-    assert state.cached.tolist() == expected.cached.tolist() == [153, 14]
-
-
-WIDE = ("wide", "wide, chunks longer than blocks")
+WIDE = ("wide", "wide, no shift", "wide, chunks longer than blocks")
 DIFFUSION = (*WIDE, "aligned", "fast-dllm", "specdiff")
 AUTOREGRESSIVE = ("ar", "ar, dynamic")
-CHUNK_PASSES = dict.fromkeys(WIDE, 1) | {"specdiff": 3, "ar": 5, "ar, dynamic": 2}
-"""Passes of a chunk, for the drafters with a reference by hand."""
+STOPS = jnp.broadcast_to(jnp.arange(3, 11), (BATCH, 8))
 
 draft_of = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
 commit = jax.jit(lambda drafter, state, *round_: drafter.commit(state, outcome(*round_)))
@@ -108,29 +93,38 @@ def assert_same_draft(one, other) -> None:
         np.testing.assert_allclose(one.confidence[row, :length], other.confidence[row, :length], atol=1e-4)
 
 
-def grown_by_hand(drafter: Wide | Autoregressive, text: list[int], room: int) -> tuple[list[int], list[float]]:
-    """The schedule as the design writes it, by full recomputation without a cache; every chunk may be the last."""
+def confidences_of(logits: np.ndarray) -> np.ndarray:
+    return 1 / np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)
+
+
+def grown_by_hand(drafter: Wide | Autoregressive, text: list[int], room: int) -> tuple[list[int], list[float], int]:
+    """The schedule as the design writes it, by full recomputation without a cache; every chunk may be the last.
+
+    Returns tokens, confidences, and passes.
+    """
     wide = isinstance(drafter, Wide)
     tau = drafter.rule.tau if isinstance(drafter.rule, BelowThreshold) else 0
-    drafted, confidences = [], []
+    drafted, confidences, passes = [], [], 0
     while True:
         front, step = len(text) + len(drafted), drafter.spec_len if wide else 1
         end = math.ceil((front + step) / drafter.block) * drafter.block if wide else front
         ids = np.full((1, end), MASK)
         ids[0, :front] = [*text, *drafted]
-        logits = np.array(drafter.model.logits(ids)[0, front - 1 : front - 1 + step])
+        logits = np.array(drafter.model.logits(ids)[0, front - drafter.shift :][:step])
         if wide:
             logits[:, MASK] = -np.inf
         drafted += logits.argmax(-1).tolist()
-        confidences += (1 / np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)).tolist()
-        if len(drafted) % drafter.spec_len:
+        confidences += confidences_of(logits).tolist()
+        passes += 1
+        stopped = not wide and drafted[-1] in STOPS[0]
+        if len(drafted) % drafter.spec_len and not stopped:
             continue
         low = min(confidences[-drafter.spec_len :]) < tau
-        if low or len(drafted) + drafter.spec_len > drafter.max_draft or len(drafted) >= room:
-            return drafted[:room], confidences[:room]
+        if stopped or low or len(drafted) + drafter.spec_len > drafter.max_draft or len(drafted) >= room:
+            return drafted[:room], confidences[:room], passes
 
 
-def specdiff_by_hand(drafter: Refine, text: list[int], room: int) -> tuple[list[int], list[float]]:
+def specdiff_by_hand(drafter: Refine, text: list[int], room: int) -> tuple[list[int], list[float], int]:
     """One step after the other, each over the whole text."""
     block, length, steps = drafter.block, drafter.spec_len, drafter.steps
     ids = np.full((1, math.ceil((len(text) + length) / block) * block), MASK)
@@ -139,17 +133,12 @@ def specdiff_by_hand(drafter: Refine, text: list[int], room: int) -> tuple[list[
     for step in range(1, steps + 1):
         logits = np.array(drafter.model.logits(ids)[0, len(text) - 1 : len(text) - 1 + length])
         logits[:, MASK] = -np.inf
-        certain = 1 / np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)
+        certain = confidences_of(logits)
         filled = length - len(free)
         for at in sorted(free, key=lambda at: (-certain[at], at))[: math.ceil(step * length / steps) - filled]:
             ids[0, len(text) + at], confidences[at] = logits[at].argmax(), certain[at]
             free.remove(at)
-    return ids[0, len(text) : len(text) + min(length, room)].tolist(), confidences[:room].tolist()
-
-
-def by_hand(kind: str, text: list[int], room: int) -> tuple[list[int], list[float]]:
-    reference = specdiff_by_hand if kind == "specdiff" else grown_by_hand
-    return reference(drafter(kind), text, room) if room else ([], [])
+    return ids[0, len(text) : len(text) + min(length, room)].tolist(), confidences[:room].tolist(), steps
 
 
 texts = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=70)
@@ -159,7 +148,12 @@ turns = st.lists(
 
 
 @pytest.mark.parametrize(
-    "kind", tiers([*DIFFUSION, *AUTOREGRESSIVE], quick=["aligned", "ar"], long=["wide", "fast-dllm"])
+    "kind",
+    tiers(
+        [*DIFFUSION, *AUTOREGRESSIVE],
+        quick=["wide, no shift", "aligned", "ar"],
+        long=["wide", "fast-dllm", "ar, dynamic"],
+    ),
 )
 @settings(max_examples=6)
 @given(
@@ -171,43 +165,40 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
     method, sequence = drafter(kind), [list(prompt) for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
     state = prefill(method, seen(sequence))
-    expected, passes = 0, 0
     for turn in rounds:
-        before = seen(sequence, lengths)
+        before = seen(sequence, lengths).replace(eos=STOPS)
         draft, state = draft_of(method, state, before)
         fresh, _ = draft_of(method, prefill(method, before), before)
         assert_same_draft(draft, fresh)
         for row, (share, token) in enumerate(turn):
-            length = int(draft.length[row])
-            if kind in CHUNK_PASSES:
-                tokens, confidence = by_hand(kind, sequence[row], int(before.room[row]))
+            length, room = int(draft.length[row]), int(before.room[row])
+            if room and kind not in ("aligned", "fast-dllm"):
+                by_hand = specdiff_by_hand if kind == "specdiff" else grown_by_hand
+                tokens, confidence, passes = by_hand(method, sequence[row], room)
                 assert draft.tokens[row, :length].tolist() == tokens
                 np.testing.assert_allclose(draft.confidence[row, :length], confidence, atol=2e-4)
-                expected += math.ceil(length / method.spec_len) * CHUNK_PASSES[kind]
-                passes += int(draft.passes[row])
+                assert draft.passes[row] == passes  # blocks are stored on the way
             kept = draft.tokens[row, : math.floor(share * length)].tolist() if length else []
             # The text may go on with tokens of another source, as in rounds of `auto`.
             sequence[row] = [*sequence[row], *kept, *[token] * (1 + length % 3)][: CAPACITY - 1]
         state = commit(method, state, before, seen(sequence, lengths), draft)
-    assert passes == expected  # blocks are stored on the way
 
 
 def test_every_step_sees_the_row_of_the_first_token():
-    """Where a text ends with a block, that row lies in the block in front of the draft, which the first step stores."""
+    """After a text that ends with a block, that row lies in the block before the draft, which the first step stores."""
     method, rng = drafter("specdiff"), np.random.default_rng(1)
     late = 0
-    for length in range(method.block, 13 * method.block, method.block):
+    for length in range(method.block, 9 * method.block, method.block):
         now = seen([rng.integers(0, MASK, length).tolist() for _ in range(BATCH)])
         draft, _ = draft_of(method, prefill(method, now), now)
         for row in range(BATCH):
-            tokens, confidence = specdiff_by_hand(method, now.tokens[row, :length].tolist(), int(now.room[row]))
+            tokens, confidence, _ = specdiff_by_hand(method, now.tokens[row, :length].tolist(), int(now.room[row]))
             assert draft.tokens[row].tolist() == tokens
-            np.testing.assert_allclose(draft.confidence[row], confidence, atol=2e-4)
             late += confidence[0] < min(sorted(confidence)[-2:])
-    assert late > 5  # the first token was not among those that the first step filled
+    assert late > 3  # the first token was not among those that the first step filled
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DIFFUSION if kind != "specdiff"])  # which never sits a round out
+@pytest.mark.parametrize("kind", ["wide", "aligned", "ar, seldom"])
 @settings(max_examples=6)
 @given(prompts=st.lists(texts, min_size=BATCH, max_size=BATCH), known=st.integers(0, 20))
 def test_a_drafter_that_missed_rounds_catches_up(kind, prompts, known):
@@ -221,7 +212,8 @@ def test_a_drafter_that_missed_rounds_catches_up(kind, prompts, known):
     expected, cached = draft_of(method, prefill(method, now), now)
     assert_same_draft(draft, expected)
     np.testing.assert_array_equal(after.cached, cached.cached)
-    assert (np.asarray(draft.passes) >= np.asarray(expected.passes)).all()
+    more = np.asarray(draft.passes) - np.asarray(expected.passes)
+    assert (more >= 0).all() and (kind != "ar, seldom" or (more <= 1).all())  # 64 tokens are read at once
     again, _ = draft_of(method, commit(method, after, now, now), now)
     assert_same_draft(again, expected)
 
@@ -248,12 +240,17 @@ def test_ties_are_filled_from_the_left():
         assert np.flatnonzero(to_fill(confidence, masked, least=count)[0]).tolist() == expected
 
 
-def test_specdiff_of_one_step_is_one_pass_of_a_fixed_length():
-    def build(**options) -> Drafter:
-        return engine().build_drafter(GenerationConfig(method="specdiff", **options))
+def test_options_build_drafters():
+    def build(method: str, **options) -> Drafter:
+        return standalone_engine().build_drafter(GenerationConfig(method, **options))
 
-    one = build(spec_len=6)
-    assert isinstance(one, Wide) and one.shape.lengths == (6,) and one.max_draft == 6 and not one.sampled
-    assert build(spec_len=6, acceptance="rejection").sampled
-    several = build(steps=4)
-    assert isinstance(several, Refine) and several.max_draft == 10 and several.steps == 4
+    one_step, two_steps = build("specdiff", spec_len=6), build("specdiff", steps=2)
+    assert isinstance(one_step, Wide) and one_step.shape.lengths == (6,) and not one_step.sampled
+    assert build("specdiff", spec_len=6, acceptance="rejection").sampled
+    assert isinstance(two_steps, Refine) and (two_steps.max_draft, two_steps.steps) == (10, 2)
+    rule = build("failfast", rule="congestion").rule
+    assert (rule.first, rule.least, rule.most, rule.increase) == (10, 8, 30, np.float32(1.8))
+    reusing = build("failfast", reuse=True, spec_len=4, max_spec_len=10)
+    assert reusing.shape.lengths == tuple(range(4, 11)) and reusing.model.max_draft == 8
+    released = build("failfast", schedule="aligned", reuse=True)
+    assert released.released and released.max_draft == 2 * released.model.max_draft

@@ -1,21 +1,16 @@
-"""The released code's drafts: `aligned` with stop tokens and with reuse, and the autoregressive drafter's dynamic ones.
+"""The released code's drafts: `aligned` with stop tokens and with reuse.
 
 The reader here is written from the released loop's behaviour, by full recomputation without a cache.
 """
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
-from tiny_engines import standalone_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
-from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.drafters.aligned import MOST_BLOCKS, Aligned
-from failfast_jax.drafters.autoregressive import Autoregressive
-from failfast_jax.drafters.reuse import Reuse
+from failfast_jax import FailFast
+from failfast_jax.drafters.aligned import MOST_BLOCKS
 
 STOP, MASK, BLOCK, SMALL = 18, VOCAB - 1, 8, 4
 LENGTHS = {"spec_len": 4, "max_spec_len": 12}
@@ -23,7 +18,7 @@ TAU, THRESHOLD = 0.3, 0.05
 
 
 class Reader:
-    """One draft of the released loop behind a text."""
+    """One draft of the released loop after a text."""
 
     def __init__(self, model, text: list[int]):
         self.model, self.text, self.first = model, list(text), len(text)
@@ -31,7 +26,7 @@ class Reader:
         self.doubted = self.ended = False
 
     def best(self, rows: list[int]) -> tuple[list[int], np.ndarray]:
-        """What each row's logits propose, and how surely."""
+        """The token that each row's logits propose, and its confidence."""
         logits = np.array(self.model.logits([self.text])[0])[rows]
         logits[:, MASK] = -np.inf
         top = logits.max(-1, keepdims=True)
@@ -39,7 +34,7 @@ class Reader:
 
     @property
     def drafted(self) -> list[int]:
-        """What stands in front of the first mask."""
+        """Tokens before the first mask."""
         tokens = self.text[self.first :]
         return tokens[: tokens.index(MASK)] if MASK in tokens else tokens
 
@@ -75,42 +70,31 @@ class Reader:
             if not self.ended:
                 self.text += self.best([-1])[0]
                 self.passes += 1
-        own = self.drafted[: self.spec_len]
-        if STOP in own:
-            return own[: own.index(STOP) + 1]
-        return own + (self.tail(own, rejected) if self.doubted else [])
+        draft = self.drafted[: self.spec_len]
+        if STOP in draft:
+            return draft[: draft.index(STOP) + 1]
+        return draft + (self.tail(draft, rejected) if self.doubted else [])
 
     @staticmethod
-    def tail(own: list[int], rejected: list[int]) -> list[int]:
-        for size in range(len(own), 1, -1):
+    def tail(draft: list[int], rejected: list[int]) -> list[int]:
+        for size in range(len(draft), 1, -1):
             for at in range(len(rejected) - size + 1):
-                if rejected[at : at + size] == own[-size:]:
+                if rejected[at : at + size] == draft[-size:]:
                     return rejected[at + size :]
         return []
 
 
-@functools.cache
-def repetitive() -> FailFast:
-    """A pair whose drafts repeat themselves, so that there is something to reuse, and hold a stop token at times."""
-    target = random_model(tiny_config(num_layers=1, eos_token_ids=(STOP,)), seed=7, gain=2.0)
-    return FailFast(target, random_model(diffusion_config(), seed=2, gain=3.0))
-
-
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rounds_are_the_released_ones(reuse):
-    engine, rng = repetitive(), np.random.default_rng(5)
-    options = {
-        "method": "failfast",
-        "schedule": "aligned",
-        "tau": TAU,
-        "small_block_size": SMALL,
-        "reuse": reuse,
-        **LENGTHS,
-    }
+    """The pair's drafts repeat themselves, so that there is something to reuse, and hold a stop token at times."""
+    target = random_model(tiny_config(num_layers=1, eos_token_ids=(STOP,)), seed=7, gain=2.0)
+    engine = FailFast(target, random_model(diffusion_config(), seed=2, gain=3.0))
+    options = {"schedule": "aligned", "tau": TAU, "small_block_size": SMALL, "reuse": reuse} | LENGTHS
+    rng = np.random.default_rng(5)
     stopped = longer = whole = 0
     for size in (9, 16, 21, 44):
         text = rng.integers(2, VOCAB - 1, size).tolist()
-        result = engine.generate([text], max_new_tokens=40, ignore_eos=False, **options)[0]
+        result = engine.generate([text], method="failfast", max_new_tokens=40, ignore_eos=False, **options)[0]
         last, accepted = [], 0
         for number, entry in enumerate(result.rounds):
             reader = Reader(engine.drafter, text)
@@ -124,36 +108,3 @@ def test_rounds_are_the_released_ones(reuse):
             whole += len(text) % BLOCK == 0
             text, last, accepted = text + entry.emitted, entry.drafted, entry.accepted
     assert stopped and whole and bool(longer) is reuse
-
-
-def test_options():
-    def build(**options):
-        return standalone_engine().build_drafter(GenerationConfig("failfast", schedule="aligned", **options))
-
-    assert isinstance(build(), Aligned)
-    reusing = build(reuse=True)
-    assert isinstance(reusing, Reuse) and reusing.released and reusing.max_draft == 2 * reusing.model.max_draft
-    rule = standalone_engine().build_drafter(GenerationConfig("failfast", rule="congestion")).rule
-    assert (rule.first, rule.least, rule.most) == (10, 8, 30) and rule.increase == np.float32(1.8)
-
-
-@functools.cache
-def autoregressive() -> FailFast:
-    model = random_model(tiny_config(num_layers=1), seed=3)
-    return FailFast(model, model)
-
-
-def test_dynamic_autoregressive_drafts():
-    """The last chunk is cut to fit, and nothing follows a stop token."""
-    built = autoregressive().build_drafter(GenerationConfig(method="ar", dynamic=True))
-    assert isinstance(built, Autoregressive) and (built.spec_len, built.max_draft) == (10, 60)
-    options = {"method": "ar", "dynamic": True, "tau": 0.0, "spec_len": 4, "max_spec_len": 10, "max_new_tokens": 64}
-    stop, stops = 1, 0
-    for seed in range(6):
-        prompt = np.random.default_rng(seed).integers(2, VOCAB, 5).tolist()
-        for entry in autoregressive().generate([prompt], **options)[0].rounds:
-            stopped = stop in entry.drafted
-            assert len(entry.drafted) == (entry.drafted.index(stop) + 1 if stopped else 10)
-            assert entry.passes == len(entry.drafted)
-            stops += stopped
-    assert stops

@@ -1,4 +1,4 @@
-"""Draft reuse: what is taken over from a rejected draft, by hand and behind real drafters."""
+"""Draft reuse against plain search."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Int
-from tiny_engines import standalone_engine
 from tiny_models import committed
 
-from failfast_jax import GenerationConfig
 from failfast_jax.decoding.decode_state import Draft, Outcome
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH, Reuse
 
 WIDTH, LONGEST = 10, 14
@@ -26,7 +22,7 @@ WIDTH, LONGEST = 10, 14
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Given(Drafter):
-    """Drafts what it was given."""
+    """Drafts these tokens."""
 
     tokens: Int[Array, "B M"]
     length: Int[Array, " B"]
@@ -41,101 +37,63 @@ class Given(Drafter):
 
 
 @jax.jit
-def play(drafter, state, before, after):
+def play(drafter, state, before, most):
     draft, state = drafter.draft(state, before)
-    agreed = jnp.minimum(after.length - before.length - 1, draft.length)
-    return draft, drafter.commit(state, Outcome(before, after, draft, agreed, jnp.zeros((2, LONGEST + 1, 0, 1))))
+    agreed = jnp.minimum(most, draft.length)
+    after = before.replace(length=before.length + agreed + 1)
+    outcome = Outcome(before, after, draft, agreed, jnp.zeros((2, LONGEST + 1, 0, 1)))
+    return draft, after.length, drafter.commit(state, outcome)
 
 
-def rounds(drafts: list[tuple[list[int], list[int]]], accepted: list[tuple[int, int]], room: int = 40):
-    """Drafts of two sequences after rounds in which so many tokens of each were accepted."""
+def played(rows: list[list[tuple[list[int], int]]], room: int) -> list[list[list[int]]]:
+    """Drafts of two sequences in rounds: a row's turns are a draft and how much is accepted of the lengthened one."""
     lengths = np.asarray([3, 5], np.int32)
-    state, results = None, []
-    for pair, kept in zip(drafts, accepted):
+    state, results = None, [[], []]
+    for turns in zip(*rows):
         tokens = np.zeros((2, WIDTH), np.int32)
-        for row, draft in enumerate(pair):
+        for row, (draft, _) in enumerate(turns):
             tokens[row, : len(draft)] = draft
-        inner = Given(tokens=tokens, length=np.asarray([len(draft) for draft in pair], np.int32))
+        inner = Given(tokens=tokens, length=np.asarray([len(draft) for draft, _ in turns], np.int32))
         drafter = Reuse(model=inner, max_spec_len=LONGEST)
         state = drafter.init(2, 64) if state is None else state
         before = committed([[1], [1]], 96, room).replace(length=lengths)
-        lengths = lengths + np.asarray(kept, np.int32) + 1
-        draft, state = play(drafter, state, before, before.replace(length=lengths))
+        draft, lengths, state = play(drafter, state, before, np.asarray([most for _, most in turns]))
         assert draft.tokens.shape == (2, LONGEST)
         np.testing.assert_array_equal(draft.passes, inner.length)
-        for row in range(2):
-            size = int(draft.length[row])
-            np.testing.assert_allclose(draft.confidence[row, :size], draft.tokens[row, :size] / 100.0, rtol=1e-6)
-        results.append([draft.tokens[row, : draft.length[row]].tolist() for row in range(2)])
+        for row, length in enumerate(np.asarray(draft.length)):
+            drafted = draft.tokens[row, :length]
+            np.testing.assert_allclose(draft.confidence[row, :length], drafted / 100.0, rtol=1e-6)
+            results[row].append(drafted.tolist())
     return results
 
 
-def ids(text: str) -> list[int]:
-    return [ord(letter) - 96 for letter in text]
+def by_hand(turns: list[tuple[list[int], int]], room: int) -> list[list[int]]:
+    """Drafts lengthened by the tokens after the longest run of rejected ones that ends them; on ties the first."""
+    results, rejected = [], []
+    for draft, most in turns:
+        best, tail = SHORTEST_MATCH - 1, []
+        for end in range(1, len(rejected)):
+            match = 0
+            while match < min(end, len(draft), LONGEST_MATCH) and rejected[end - 1 - match] == draft[-1 - match]:
+                match += 1
+            if match > best:
+                best, tail = match, rejected[end:]
+        results.append((draft + tail)[: min(LONGEST, room)])
+        rejected = results[-1][most:]
+    return results
 
 
-def words(drafts) -> list[list[str]]:
-    return [["".join(chr(token + 96) for token in draft) for draft in pair] for pair in drafts]
-
-
-@pytest.mark.parametrize(
-    "last, accepted, draft, expected",
-    [
-        ("xefghij", 0, "abcdefg", "abcdefghij"),  # the paper's example
-        ("qqqxefghij", 3, "abcdefg", "abcdefghij"),
-        ("xefghij", 0, "abcg", "abcg"),  # one token is no match
-        ("fghij", 1, "abcfg", "abcfg"),  # only what was rejected counts
-        ("abcabd", 0, "xxab", "xxabcabd"),  # the first place, on ties
-        ("abcabd", 0, "xcab", "xcabd"),  # the longest match
-        ("xefghijklm", 0, "aaaaaaaefg", "aaaaaaaefghijk"),  # at most fourteen
-    ],
-)
-def test_what_a_draft_takes_over(last, accepted, draft, expected):
-    played = rounds([(ids(last), ids("zzzz")), (ids(draft), ids("zz"))], [(accepted, 4), (0, 0)])
-    assert words(played)[1] == [expected, "zz"]
-
-
-@pytest.mark.parametrize("room, expected", [(8, "abcdefgh"), (7, "abcdefg")])
-def test_drafts_fit_the_room(room, expected):
-    played = rounds([(ids("xefghij"), []), (ids("abcdefg"), [])], [(0, 0), (0, 0)], room=room)
-    assert words(played)[1] == [expected, ""]
-
-
-def taken_over(last: list[int], accepted: int, draft: list[int]) -> list[int]:
-    rejected = last[accepted:]
-    best, tail = SHORTEST_MATCH - 1, []
-    for end in range(1, len(rejected)):
-        match = 0
-        while match < min(end, len(draft), LONGEST_MATCH) and rejected[end - 1 - match] == draft[-1 - match]:
-            match += 1
-        if match > best:
-            best, tail = match, rejected[end:]
-    return (draft + tail)[:LONGEST]
+def test_the_papers_example():
+    last, draft = [24, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7]
+    for room, expected in ((40, [*draft, 8, 9, 10]), (8, [*draft, 8]), (7, draft)):
+        assert played([[(last, 0), (draft, 0)], [([], 0), ([], 0)]], room) == [[last, expected], [[], []]]
 
 
 drafts = st.lists(st.integers(0, 1), max_size=WIDTH)
+turns = st.lists(st.tuples(drafts, st.integers(0, LONGEST)), min_size=3, max_size=3)
 
 
-@settings(max_examples=100)
-@given(
-    data=st.data(),
-    rows=st.lists(st.tuples(drafts, drafts, drafts), min_size=2, max_size=2),
-)
-def test_any_drafts_equal_plain_search(data, rows):
-    kept, expected = [], []
-    for draft, *others in rows:
-        whole, mine = draft, []
-        expected.append([draft])
-        for other in others:
-            mine.append(data.draw(st.integers(0, len(whole))))
-            whole = taken_over(whole, mine[-1], other)
-            expected[-1].append(whole)
-        kept.append([*mine, 0])
-    played = rounds(list(zip(*rows)), list(zip(*kept)))
-    assert [list(pair) for pair in zip(*expected)] == played
-
-
-def test_options():
-    drafter = standalone_engine().build_drafter(GenerationConfig("failfast", reuse=True, spec_len=4, max_spec_len=10))
-    assert drafter.max_draft == 10 and drafter.shape.lengths == tuple(range(4, 11))
-    assert isinstance(drafter.model, Wide) and drafter.model.max_draft == 8
+@settings(max_examples=50)
+@given(rows=st.lists(turns, min_size=2, max_size=2), room=st.sampled_from([WIDTH, LONGEST - 1, 40]))
+def test_any_drafts_equal_plain_search(rows, room):
+    assert played(rows, room) == [by_hand(turns, room) for turns in rows]

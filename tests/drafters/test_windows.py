@@ -86,7 +86,7 @@ def features_of(ids: list[int], layers: tuple[int, ...]) -> np.ndarray:
 
 
 def dflash_draft(folder: Path, ids: list[int], window: int) -> list[int]:
-    """What a DFlash drafts after `ids`."""
+    """The draft of a DFlash after `ids`."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     settings, root, rows = config["dflash_config"], len(ids) - 1, config["block_size"]
     context = features_of(ids, tuple(settings["target_layer_ids"]))[:root]
@@ -131,7 +131,7 @@ def test_a_block_sees_what_the_engines_that_serve_it_let_it_see(kind, tmp_path):
 
 
 def eagle_chain(folder: Path, ids: list[int], length: int, window: int) -> list[int]:
-    """What an EAGLE-3 drafts after `ids`, token by token."""
+    """The chain of an EAGLE-3 after `ids`, token by token."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     layer, embed = Layer(tensors, "midlayer.", config), np.asarray(target().embed[...], np.float64)
     known = features_of(ids, (1, 3, 4))[: len(ids) - 1]

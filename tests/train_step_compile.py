@@ -21,7 +21,7 @@ def compiled(topology: str, rows: int, model: str):
     from jax.experimental import topologies
 
     from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm
-    from failfast_jax.checkpoints.parameter_map import Skeleton
+    from failfast_jax.checkpoints.parameter_map import AbstractModule
     from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN
     from failfast_jax.models.transformer import Decoder
     from failfast_jax.public_data.model_shapes import CONFIGS
@@ -34,7 +34,7 @@ def compiled(topology: str, rows: int, model: str):
     flags = {"preset": "fast-dllm-v2", "compute_dtype": "bfloat16", "batch": rows * len(devices)}
     options, spread = TrainConfig.from_flags(flags), Spread.over(len(devices), devices)
     config = as_fast_dllm(CONFIGS[model], options.block_size, FAST_DLLM_MASK_TOKEN, model)
-    shapes = Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
+    shapes = AbstractModule.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     objective = DiffusionObjective(config, params, options, spread=spread)
 

@@ -34,7 +34,7 @@ from failfast_jax.checkpoints.drafter_folder import (
     layer_numbers,
     write_folder,
 )
-from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, stored_tensors
+from failfast_jax.checkpoints.parameter_map import ParameterPart, TensorTable, in_layers, stored_tensors
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.block_network import MARKOV_HEADS, DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.config_keys import only
@@ -49,24 +49,24 @@ SPECFORGE = "DSparkDraftModel"
 ARCHITECTURES = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
 SPECULATORS = "dflash"
 """`speculators_model_type` of the drafters of vLLM's speculators that are read here."""
-TABLE = Table(
+TABLE = TensorTable(
     {
-        "embed_tokens.weight": Fills("embed"),
+        "embed_tokens.weight": ParameterPart("embed"),
         **in_layers("layers.{layer}."),
-        "norm.weight": Fills("norm.weight"),
-        "lm_head.weight": Fills("head"),
-        "fc.weight": Fills("fc.weight"),
-        "hidden_norm.weight": Fills("hidden_norm.weight"),
-        "row_token.weight": Fills("row_inputs.token.weight"),
-        "row_fuse.weight": Fills("row_inputs.fuse.weight"),
-        "row_norm.weight": Fills("row_inputs.norm"),
-        "row_mask": Fills("row_inputs.mask"),
-        "row_offsets": Fills("row_inputs.offsets"),
-        "markov_head.markov_w1.weight": Fills("markov.w1"),
-        "markov_head.markov_w2.weight": Fills("markov.w2.weight"),
-        "markov_head.gate_proj.{leaf}": Fills("markov.gate.{leaf}"),
-        "markov_head.joint_proj.{leaf}": Fills("markov.joint.{leaf}"),
-        "confidence_head.proj.{leaf}": Fills("confidence.{leaf}"),
+        "norm.weight": ParameterPart("norm.weight"),
+        "lm_head.weight": ParameterPart("head"),
+        "fc.weight": ParameterPart("fc.weight"),
+        "hidden_norm.weight": ParameterPart("hidden_norm.weight"),
+        "row_token.weight": ParameterPart("row_inputs.token.weight"),
+        "row_fuse.weight": ParameterPart("row_inputs.fuse.weight"),
+        "row_norm.weight": ParameterPart("row_inputs.norm"),
+        "row_mask": ParameterPart("row_inputs.mask"),
+        "row_offsets": ParameterPart("row_inputs.offsets"),
+        "markov_head.markov_w1.weight": ParameterPart("markov.w1"),
+        "markov_head.markov_w2.weight": ParameterPart("markov.w2.weight"),
+        "markov_head.gate_proj.{leaf}": ParameterPart("markov.gate.{leaf}"),
+        "markov_head.joint_proj.{leaf}": ParameterPart("markov.joint.{leaf}"),
+        "confidence_head.proj.{leaf}": ParameterPart("confidence.{leaf}"),
     },
     ignored=IGNORED,
 )
@@ -144,7 +144,7 @@ def _check(config: DSparkConfig, ours: bool, where: str) -> None:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
 
 
-def _table(config: DSparkConfig, names: Iterable[str]) -> Table:
+def _table(config: DSparkConfig, names: Iterable[str]) -> TensorTable:
     return TABLE
 
 

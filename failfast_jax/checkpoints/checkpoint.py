@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from failfast_jax.checkpoints import orbax_folder, parameter_map, safetensors_file
 from failfast_jax.checkpoints.config_file import read_settings
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.parameter_map import Fills, Skeleton, StoredTensor, Table
+from failfast_jax.checkpoints.parameter_map import AbstractModule, ParameterPart, StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError
 from failfast_jax.kernels import row_operations
 from failfast_jax.models import config_keys, quantization, sharding
@@ -96,42 +97,40 @@ class Checkpoint:
       raw_config: the Hugging Face `config.json`, or its equivalent for a GGUF file.
       table: the parameters that the tensors fill; None for a folder that Orbax reads.
       network: makes the module, given `dtype` and `rngs`; None: a `Decoder`.
-      outside: shapes of parameters in the files that the module does not have.
-      borrowed: parts of the module that the files do not have.
+      extra_shapes: shapes of parameters in the files that the module does not have.
+      borrowed_parts: parts of the module that the files do not have.
     """
 
     path: Path
     config: ModelConfig
     raw_config: Mapping[str, Any]
-    table: Table | None
+    table: TensorTable | None
     tensors: Mapping[str, StoredTensor]
     network: Callable[..., Any] | None = None
-    outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    borrowed: tuple[str, ...] = ()
+    extra_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    borrowed_parts: tuple[str, ...] = ()
+    _abstract_modules: dict[np.dtype, AbstractModule] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    @functools.cached_property
-    def _plan(self) -> parameter_map.ReadPlan:
+    def check(self) -> parameter_map.ReadPlan:
+        """Matches tensors with parameters without reading any data; errors are those of `load_model`."""
         # Orbax has the parameters under their own names.
-        table = self.table or Table({name: Fills(name) for name in self.shapes}, ignored="(?!)")
+        table = self.table or TensorTable({name: ParameterPart(name) for name in self.shapes}, ignored="(?!)")
         return parameter_map.make_plan(table, self.shapes, self.tensors, self.config, self.path)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter in the files, by its path; `check_layers` is asked first."""
         parameter_map.check_layers(self.tensors, self.config.num_layers, self.path)
-        shapes = self.skeleton(DTYPES["float32"]).shapes
-        return {name: shape for name, shape in shapes.items() if name.split(".")[0] not in self.borrowed} | self.outside
+        shapes = self.abstract_module(DTYPES["float32"]).shapes
+        borrowed = [name for name in shapes if name.split(".")[0] in self.borrowed_parts]
+        return {name: shape for name, shape in shapes.items() if name not in borrowed} | self.extra_shapes
 
-    @functools.cached_property
-    def _skeletons(self) -> dict[np.dtype, Skeleton]:
-        return {}
-
-    def skeleton(self, dtype: Any) -> Skeleton:
+    def abstract_module(self, dtype: Any) -> AbstractModule:
         """The module, without memory; tracing it takes a tenth of a second, once for each dtype."""
         network, key = self.network or functools.partial(Decoder, self.config), np.dtype(dtype)
-        if key not in self._skeletons:
-            self._skeletons[key] = Skeleton.made_by(lambda rngs: network(dtype=dtype, rngs=rngs))
-        return self._skeletons[key]
+        if key not in self._abstract_modules:
+            self._abstract_modules[key] = AbstractModule.made_by(lambda rngs: network(dtype=dtype, rngs=rngs))
+        return self._abstract_modules[key]
 
     def stored_dtype(self) -> np.dtype:
         """The narrowest supported dtype that holds every stored value."""
@@ -142,10 +141,6 @@ class Checkpoint:
         """Number of parameters, each entry counted."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def num_bytes(self, dtypes: Mapping[str, np.dtype]) -> int:
-        """Bytes of the parameters in these dtypes."""
-        return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes.items())
-
     def kept_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
         """The dtype in which a model in `dtype` holds each parameter; see `row_operations.kept_dtype`.
 
@@ -154,16 +149,12 @@ class Checkpoint:
         Raises:
           CheckpointError: names or shapes of tensors do not fit the model, or a converted folder is damaged.
         """
-        kept = {}
+        kept, plan = {}, self.check()
         for name, shape in self.shapes.items():
-            stored = {tensor.dtype for _, tensor in self._plan.sources[name]}
+            stored = {tensor.dtype for _, tensor in plan.sources[name]}
             keeps = len(stored) == 1 and (name in ("embed", "head") or name.endswith(".weight"))
             kept[name] = row_operations.kept_dtype(shape, *stored, dtype) if keeps else dtype
         return kept
-
-    def check(self) -> None:
-        """Matches tensors with parameters without reading any data; errors are those of `load_model`."""
-        _ = self._plan
 
     def load(
         self, dtype: np.dtype, *, place: Place | None = None, quantize: str | None = None, progress: bool | None = None
@@ -171,10 +162,10 @@ class Checkpoint:
         """Builds the decoder; see `load_model` and `read`."""
         convert = None if quantize is None else quantization.converter(self.config)
         values = self.read(self.kept_dtypes(dtype), place=place, convert=convert, progress=progress)
-        skeleton = self.skeleton(dtype)
+        module = self.abstract_module(dtype)
         if quantize is not None:
-            skeleton = Skeleton.of(skeleton.filled({}).quantized(quantize))
-        return skeleton.filled(values)
+            module = AbstractModule.of(module.filled({}).quantized(quantize))
+        return module.filled(values)
 
     def read(
         self,
@@ -193,46 +184,53 @@ class Checkpoint:
           progress: see `load_model`, also for errors.
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
-        convert = convert or (lambda name, value: {name: value})
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shardings = {name: place(name, shape) if place else default for name, shape in self.shapes.items()}
-        plan, size = self._plan, self.num_bytes(dtypes)
-        values: dict[str, jax.Array] = {}
+        wanted, values = {}, {}
+        for name, shape in self.shapes.items():
+            placed = default if place is None else place(name, shape)
+            wanted[name] = jax.ShapeDtypeStruct(shape, dtypes[name], sharding=placed)
+        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
         with explain_out_of_memory(f"{self.path}: {size / 1e9:.2f} GB of parameters"):
-            if self.table is None:
-                abstract = jax.ShapeDtypeStruct
-                wanted = {n: abstract(shape, dtypes[n], sharding=shardings[n]) for n, shape in self.shapes.items()}
-                restored = orbax_folder.load_params(self.path, self.tensors, wanted)
-                for name in list(restored):
-                    values |= convert(name, restored.pop(name))
-                return values
+            arrays = self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress)
+            for name, value in arrays:
+                values |= {name: value} if convert is None else convert(name, value)
+        return values
 
-            def assemble(name: str) -> sharding.Blocks:
-                blocks = sharding.blocks_here(shardings[name], self.shapes[name])
-                return {block: plan.assemble(name, self.shapes[name], dtypes[name], block) for block in blocks}
+    def _read_orbax(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
+        self.check()
+        restored = orbax_folder.load_params(self.path, self.tensors, wanted)
+        for name in list(restored):
+            yield name, restored.pop(name)
 
-            options = {"unit_scale": True, "delay": PATIENCE_S}
-            options |= {} if progress is None else {"disable": not progress}
-            with progress_bar(f"reading {self.path.name}", "B", total=size, **options) as bar:
-                for name, blocks in _ahead(assemble, list(self.shapes)):
-                    # Waiting keeps host copies from piling up before a slow link to the device.
-                    read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
-                    values |= convert(name, read)
-                    bar.update(math.prod(self.shapes[name]) * dtypes[name].itemsize)
-            return values
+    def _read_files(
+        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None
+    ) -> Iterator[tuple[str, jax.Array]]:
+        plan = self.check()
+
+        def assemble(name: str) -> sharding.Blocks:
+            array = wanted[name]
+            blocks = sharding.blocks_here(array.sharding, array.shape)
+            return {block: plan.assemble(name, array.shape, array.dtype, block) for block in blocks}
+
+        options = {"unit_scale": True, "delay": PATIENCE_S} | ({} if progress is None else {"disable": not progress})
+        with progress_bar(f"reading {self.path.name}", "B", total=size, **options) as bar:
+            for name, blocks in _prefetched(assemble, wanted):
+                array = sharding.from_blocks(blocks, wanted[name].sharding, wanted[name].shape)
+                # Waiting keeps host copies from piling up before a slow link to the device.
+                yield name, jax.block_until_ready(array)
+                bar.update(array.nbytes)
 
 
-def _ahead(function: Callable[[str], sharding.Blocks], names: Sequence[str]) -> Iterator[tuple[str, sharding.Blocks]]:
-    """Each name with the function's value, in order; `READERS` of them are at work meanwhile."""
+def _prefetched(function: Callable[[str], Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yields each name with the function's value, in order, while threads compute those of the next `READERS`."""
     with ThreadPoolExecutor(READERS) as pool:
-        waiting = collections.deque()
+        futures = ((name, pool.submit(function, name)) for name in names)
+        waiting = collections.deque(itertools.islice(futures, READERS))
         try:
-            for name in [*names, *[None] * READERS]:
-                if name is not None:
-                    waiting.append((name, pool.submit(function, name)))
-                if waiting and (name is None or len(waiting) > READERS):
-                    done, future = waiting.popleft()
-                    yield done, future.result()
+            while waiting:
+                waiting.extend(itertools.islice(futures, 1))
+                name, future = waiting.popleft()
+                yield name, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -23,7 +23,7 @@ from flax import nnx
 from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.checkpoint import DTYPES, Checkpoint
 from failfast_jax.checkpoints.config_file import NESTED, SHAPE
-from failfast_jax.checkpoints.parameter_map import StoredTensor, Table
+from failfast_jax.checkpoints.parameter_map import StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
 from failfast_jax.models.drafter_model import Kind
@@ -206,7 +206,7 @@ class OpenedDrafter:
         values = self.checkpoint.read(dtypes, convert=unless_shared)
         shared = tuple(name for name in weights if name not in values)
         weights |= {name: values.pop(name) for name in {*weights} - {*shared}}
-        network = self.checkpoint.skeleton(target.dtype).filled(values)
+        network = self.checkpoint.abstract_module(target.dtype).filled(values)
         ids = None if ids is None else jax.device_put(ids)
         return self.layout.model(network=network, **weights, draft_ids=ids, shared=shared)
 
@@ -232,7 +232,7 @@ class DrafterLayout:
     network: Callable[..., nnx.Module]
     borrowed: tuple[str, ...]
     read_keys: Callable[[Settings, ModelConfig | None], Any]
-    table: Callable[[Any, Iterable[str]], Table]
+    table: Callable[[Any, Iterable[str]], TensorTable]
     model: Callable[..., Any]
 
     def read_config(self, raw: Mapping[str, Any], where: str, target: ModelConfig | None = None) -> Any:
@@ -276,7 +276,7 @@ class DrafterLayout:
         rows = {"embed": vocab, "head": count or vocab}
         stored = {name: (rows[name], target.hidden_size) for name in self.borrowed if BORROWED[name] in tensors}
         network, table = partial(self.network, config), self.table(config, tensors)
-        checkpoint = Checkpoint(folder, config.base, raw, table, tensors, network=network, outside=stored)
+        checkpoint = Checkpoint(folder, config.base, raw, table, tensors, network=network, extra_shapes=stored)
         checkpoint.check()
         return OpenedDrafter(self, config, ids, checkpoint)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from failfast_jax.checkpoints.drafter_folder import FULL, IGNORED, DrafterLayout, Settings, integer, layer_numbers
-from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers
+from failfast_jax.checkpoints.parameter_map import ParameterPart, TensorTable, in_layers
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.drafter_model import EAGLE
 from failfast_jax.models.eagle_network import EACH, TOGETHER, BoundEagle, Eagle, EagleConfig
@@ -82,20 +82,20 @@ def _read_keys(settings: Settings, target: ModelConfig) -> EagleConfig:
     )
 
 
-def _table(config: EagleConfig, names: Iterable[str]) -> Table:
+def _table(config: EagleConfig, names: Iterable[str]) -> TensorTable:
     # The layer is `midlayer` where the tensors have that name.
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.{layer}."
     features = range(len(config.feature_layers))
-    return Table(
+    return TensorTable(
         {
-            "embed_tokens.weight": Fills("embed"),
-            **{f"fc_norm.{index}.weight": Fills(f"feature_norms.{index}.weight") for index in features},
-            "input_norm.weight": Fills("features_norm.weight"),
-            "fc.weight": Fills("fc.weight"),
+            "embed_tokens.weight": ParameterPart("embed"),
+            **{f"fc_norm.{index}.weight": ParameterPart(f"feature_norms.{index}.weight") for index in features},
+            "input_norm.weight": ParameterPart("features_norm.weight"),
+            "fc.weight": ParameterPart("fc.weight"),
             **in_layers(prefix),
-            prefix + "hidden_norm.weight": Fills("layers.{layer}.hidden_norm.weight"),
-            "norm.weight": Fills("norm.weight"),
-            "lm_head.weight": Fills("head.weight"),
+            prefix + "hidden_norm.weight": ParameterPart("layers.{layer}.hidden_norm.weight"),
+            "norm.weight": ParameterPart("norm.weight"),
+            "lm_head.weight": ParameterPart("head.weight"),
         },
         ignored=IGNORED,
     )

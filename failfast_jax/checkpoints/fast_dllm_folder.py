@@ -17,7 +17,7 @@ import numpy as np
 from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.drafter_folder import layer_keys, write_folder
-from failfast_jax.checkpoints.parameter_map import HF_TABLE, Fills, stored_tensors
+from failfast_jax.checkpoints.parameter_map import HF_TABLE, ParameterPart, stored_tensors
 from failfast_jax.checkpoints.safetensors_file import folder_tensors
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.config_keys import LARGEST
@@ -31,7 +31,7 @@ RELEASE = "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
 """The repository in which PyTorch finds the layout's code (`trust_remote_code`)."""
 BORROW = "borrow"
 BORROWING_TABLE = dataclasses.replace(
-    HF_TABLE, tensors={**HF_TABLE.tensors, "model.mask_embedding.weight": Fills("mask")}
+    HF_TABLE, tensors={**HF_TABLE.tensors, "model.mask_embedding.weight": ParameterPart("mask")}
 )
 
 
@@ -119,7 +119,7 @@ class OpenedBorrower(NamedTuple):
         """Reads the drafter, in the dtype of its target; CheckpointError: NaN or infinity in a tensor."""
         values = self.checkpoint.read(self.checkpoint.kept_dtypes(np.dtype(target.dtype)))
         mask = values.pop("mask")
-        return with_borrowed(self.checkpoint.skeleton(target.dtype).filled(values), target, mask)
+        return with_borrowed(self.checkpoint.abstract_module(target.dtype).filled(values), target, mask)
 
 
 class BorrowingLayout:
@@ -161,9 +161,9 @@ class BorrowingLayout:
                 )
         layers = number(raw, "num_hidden_layers", where, most=LARGEST["num_hidden_layers"])
         block = number(raw, "bd_size", where, least=2, most=target.max_position_embeddings)
-        config, outside = target.with_mask_row(layers, block), {"mask": (target.hidden_size,)}
+        config, mask = target.with_mask_row(layers, block), {"mask": (target.hidden_size,)}
         tensors, parts = folder_tensors(folder), ("embed", "head")
-        opened = Checkpoint(folder, config, raw, BORROWING_TABLE, tensors, outside=outside, borrowed=parts)
+        opened = Checkpoint(folder, config, raw, BORROWING_TABLE, tensors, extra_shapes=mask, borrowed_parts=parts)
         opened.check()
         return OpenedBorrower(opened)
 

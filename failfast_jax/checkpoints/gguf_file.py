@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
-from failfast_jax.checkpoints.parameter_map import HF_TABLE, StoredTensor, Table, is_finite, not_finite
+from failfast_jax.checkpoints.parameter_map import HF_TABLE, StoredTensor, TensorTable, is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import read_array
 from failfast_jax.errors import CheckpointError, quoted
 from failfast_jax.models import config_keys
@@ -58,8 +58,8 @@ def _llama_cpp_name(name: str) -> str:
     return mapped.removesuffix("weight") + name.rpartition(".")[2]
 
 
-GGUF_TABLE = Table(
-    {_llama_cpp_name(name): fills for name, fills in HF_TABLE.tensors.items()},
+GGUF_TABLE = TensorTable(
+    {_llama_cpp_name(name): part for name, part in HF_TABLE.tensors.items()},
     ignored=r"rope_freqs\.weight",  # read with the configuration
 )
 GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"queries", "keys"}))

@@ -47,7 +47,7 @@ class StoredTensor:
     None: Orbax reads the tensor."""
 
 
-class Fills(NamedTuple):
+class ParameterPart(NamedTuple):
     """The parameter that a stored tensor fills, and its part of a fused one.
 
     Parts are the queries, keys and values by KV head, and gate and up of a gated MLP.
@@ -58,28 +58,28 @@ class Fills(NamedTuple):
 
 
 _LAYER = {
-    "input_layernorm.weight": Fills("input_norm.weight"),
-    "self_attn.q_proj.{leaf}": Fills("attention.qkv.{leaf}", "queries"),
-    "self_attn.k_proj.{leaf}": Fills("attention.qkv.{leaf}", "keys"),
-    "self_attn.v_proj.{leaf}": Fills("attention.qkv.{leaf}", "values"),
-    "self_attn.q_norm.weight": Fills("attention.q_norm.weight"),
-    "self_attn.k_norm.weight": Fills("attention.k_norm.weight"),
-    "self_attn.o_proj.{leaf}": Fills("attention.o.{leaf}"),
-    "post_attention_layernorm.weight": Fills("post_norm.weight"),
-    "mlp.gate_proj.{leaf}": Fills("mlp.gate_up.{leaf}", "gate"),
-    "mlp.up_proj.{leaf}": Fills("mlp.gate_up.{leaf}", "up"),
-    "mlp.down_proj.{leaf}": Fills("mlp.down.{leaf}"),
+    "input_layernorm.weight": ParameterPart("layers.{layer}.input_norm.weight"),
+    "self_attn.q_proj.{leaf}": ParameterPart("layers.{layer}.attention.qkv.{leaf}", "queries"),
+    "self_attn.k_proj.{leaf}": ParameterPart("layers.{layer}.attention.qkv.{leaf}", "keys"),
+    "self_attn.v_proj.{leaf}": ParameterPart("layers.{layer}.attention.qkv.{leaf}", "values"),
+    "self_attn.q_norm.weight": ParameterPart("layers.{layer}.attention.q_norm.weight"),
+    "self_attn.k_norm.weight": ParameterPart("layers.{layer}.attention.k_norm.weight"),
+    "self_attn.o_proj.{leaf}": ParameterPart("layers.{layer}.attention.o.{leaf}"),
+    "post_attention_layernorm.weight": ParameterPart("layers.{layer}.post_norm.weight"),
+    "mlp.gate_proj.{leaf}": ParameterPart("layers.{layer}.mlp.gate_up.{leaf}", "gate"),
+    "mlp.up_proj.{leaf}": ParameterPart("layers.{layer}.mlp.gate_up.{leaf}", "up"),
+    "mlp.down_proj.{leaf}": ParameterPart("layers.{layer}.mlp.down.{leaf}"),
 }
 """Tensors of a layer under Hugging Face's names, which all families share."""
 
 
-def in_layers(prefix: str) -> dict[str, Fills]:
+def in_layers(prefix: str) -> dict[str, ParameterPart]:
     """The tensors of all layers; `prefix` goes before their names."""
-    return {prefix + name: Fills("layers.{layer}." + fills.parameter, fills.part) for name, fills in _LAYER.items()}
+    return {prefix + name: part for name, part in _LAYER.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class TensorTable:
     """Maps the tensors of a checkpoint to parameters.
 
     Attributes:
@@ -89,7 +89,7 @@ class Table:
       interleaved: parts whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture.
     """
 
-    tensors: Mapping[str, Fills]
+    tensors: Mapping[str, ParameterPart]
     ignored: str
     interleaved: frozenset[str] = frozenset()
 
@@ -101,12 +101,12 @@ class Table:
                     yield name.format(layer=layer, leaf=leaf), parameter.format(layer=layer, leaf=leaf), part
 
 
-HF_TABLE = Table(
+HF_TABLE = TensorTable(
     {
-        "model.embed_tokens.weight": Fills("embed"),
+        "model.embed_tokens.weight": ParameterPart("embed"),
         **in_layers("model.layers.{layer}."),
-        "model.norm.weight": Fills("norm.weight"),
-        "lm_head.weight": Fills("head.weight"),
+        "model.norm.weight": ParameterPart("norm.weight"),
+        "lm_head.weight": ParameterPart("head.weight"),
     },
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
@@ -117,14 +117,21 @@ class ReadPlan:
     """Which tensors fill which parameter: made from headers alone."""
 
     config: ModelConfig
-    table: Table
+    table: TensorTable
     sources: dict[str, list[tuple[str, StoredTensor]]]
     """By parameter: the parts that tensors fill, and the tensors."""
 
     def assemble(
         self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None
     ) -> np.ndarray:
-        """Reads a parameter, or a device's `block` of it, into a new host array; CheckpointError: NaN or infinity."""
+        """Reads a parameter, or a device's `block` of it, into a new host array.
+
+        In the example of `segments_of`, block `((1, 2), (0, 32), (0, in))` of qkv is the second KV head: rows 16 to 31
+        of `q_proj`, 8 to 15 of `k_proj`, and 8 to 15 of `v_proj`.
+
+        Raises:
+          CheckpointError: NaN or infinity, stored or made by the cast.
+        """
         first, last = zip(*(block or [(0, size) for size in shape]))
         out = aligned_empty(tuple(high - low for low, high in zip(first, last)), dtype)
         for part, tensor in self.sources[parameter]:
@@ -174,7 +181,7 @@ def shape_of(part: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[in
 
 
 def make_plan(
-    table: Table,
+    table: TensorTable,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, StoredTensor],
     config: ModelConfig,
@@ -208,7 +215,7 @@ def make_plan(
     return ReadPlan(config, table, sources)
 
 
-def stored_tensors(table: Table, params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
+def stored_tensors(table: TensorTable, params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
     """Splits parameters, by path, into a checkpoint's tensors, by name: the inverse of `ReadPlan.assemble` for tables
     without `interleaved`."""
     return {
@@ -290,7 +297,7 @@ class _SameKey(nnx.Rngs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Skeleton:
+class AbstractModule:
     """An abstract module, taken apart; `leaves`: its parameters by path, names and numbers joined by dots."""
 
     graph: Any
@@ -298,14 +305,14 @@ class Skeleton:
     _paths: dict[str, tuple[Any, ...]]
 
     @classmethod
-    def of(cls, module: nnx.Module) -> Skeleton:
+    def of(cls, module: nnx.Module) -> AbstractModule:
         """Takes an abstract module apart."""
         graph, state = nnx.split(module)
         paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
         return cls(graph, {name: leaf for name, (_, leaf) in zip(paths, nnx.to_flat_state(state))}, paths)
 
     @classmethod
-    def made_by(cls, make: Callable[[nnx.Rngs], nnx.Module]) -> Skeleton:
+    def made_by(cls, make: Callable[[nnx.Rngs], nnx.Module]) -> AbstractModule:
         """Takes apart the module that a function makes, given random streams; nothing is computed."""
         return cls.of(nnx.eval_shape(lambda: make(_SameKey(0))))
 

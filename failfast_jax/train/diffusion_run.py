@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_borrowing, save_fast_dllm
-from failfast_jax.checkpoints.parameter_map import Skeleton
+from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
 from failfast_jax.models.transformer import Decoder, mean_embedding, with_borrowed
@@ -58,7 +58,7 @@ class DiffusionStart:
     def params(self, spread: Spread) -> dict[str, Any]:
         """Reads the parameters in float32, spread over the devices, with zeros for biases that the checkpoint lacks."""
         params = self.source.read(as_dtype("float32"), place=spread.place)
-        for name, leaf in _skeleton(self.config).leaves.items():
+        for name, leaf in _abstract_module(self.config).leaves.items():
             if name not in params:
                 params[name] = jnp.zeros(leaf.shape, device=spread.place(name, tuple(leaf.shape)))
         return params
@@ -80,8 +80,8 @@ def _mask_token(source: Checkpoint, tokenizer: Any) -> int:
     return spare_token(tokenizer)
 
 
-def _skeleton(config: ModelConfig) -> Skeleton:
-    return Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs))
+def _abstract_module(config: ModelConfig) -> AbstractModule:
+    return AbstractModule.made_by(lambda rngs: Decoder(config, rngs=rngs))
 
 
 class DiffusionObjective(Objective):
@@ -105,7 +105,7 @@ class DiffusionObjective(Objective):
         tokenizers: tuple[Any, Any] = (None, None),
     ):
         self.config, self.options, self.spread, self.tokenizers = config, options, spread, tokenizers
-        self._skeleton = _skeleton(config)
+        self._skeleton = _abstract_module(config)
         self.trainable, self.constants = dict(params), {} if target is None else {"target": target}
 
     @classmethod
@@ -117,8 +117,8 @@ class DiffusionObjective(Objective):
     def of_layers(cls, target: Decoder, layers: tuple[int, ...], options: TrainConfig) -> DiffusionObjective:
         """Builds the objective of a standalone drafter, which starts from these layers of its target, in order."""
         config = target.config.with_mask_row(len(layers), options.block_size)
-        values, params = Skeleton.of(target).leaves, {"mask": mean_embedding(target)}
-        for name in _skeleton(config).leaves:
+        values, params = AbstractModule.of(target).leaves, {"mask": mean_embedding(target)}
+        for name in _abstract_module(config).leaves:
             part, *path = name.split(".")
             if part == "layers":
                 path[0] = str(layers[int(path[0])])

@@ -37,7 +37,7 @@ from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.checkpoints.fast_dllm_folder import save_borrowing
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.model_folder import ModelFolder
-from failfast_jax.checkpoints.parameter_map import Skeleton
+from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config_keys import read_model
 from failfast_jax.models.transformer import Decoder
@@ -203,13 +203,13 @@ def test_drafters_that_borrow(tmp_path):
     """One layer of a Qwen3 target, with its q/k norms: the same parameters again, and what is refused."""
     target = load_model(GOLDEN / "field" / "qwen3_a")
     config = target.config.with_mask_row(1, 8)
-    leaves = {name: np.asarray(leaf[...]) for name, leaf in Skeleton.of(random_model(config)).leaves.items()}
+    leaves = {name: np.asarray(leaf[...]) for name, leaf in AbstractModule.of(random_model(config)).leaves.items()}
     params = {name: leaf for name, leaf in leaves.items() if not name.startswith(("embed", "head"))}
     params["mask"] = np.ones(target.config.hidden_size, np.float32)
     save_borrowing(tmp_path, target.config, config, params, storage="float32")
     folder = ModelFolder(tmp_path)
     read = folder.open_drafter(target.config, "the target").load(target)
-    again = Skeleton.of(read).leaves
+    again = AbstractModule.of(read).leaves
     assert all(np.array_equal(again[name][...], value) for name, value in params.items() if name != "mask")
     np.testing.assert_array_equal(read.embed[...], np.concatenate([target.embed[...], params["mask"][None]]))
     assert (read.kind, read.config, folder.method) == ("block-diffusion", config, "failfast")
@@ -302,7 +302,7 @@ def test_host_memory_is_the_model_and_one_parameter(tmp_path, dtype):
     config = config_of("llama_tied") | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 20_000}
     parsed, rng = read_model(config), np.random.default_rng(0)
-    shapes, tensors = Skeleton.made_by(lambda rngs: Decoder(parsed, rngs=rngs)).shapes, {}
+    shapes, tensors = AbstractModule.made_by(lambda rngs: Decoder(parsed, rngs=rngs)).shapes, {}
     for name, path, part in parameter_map.HF_TABLE.entries(6):
         if path in shapes:
             value = rng.standard_normal(parameter_map.shape_of(part, shapes[path], parsed), np.float32)

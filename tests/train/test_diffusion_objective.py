@@ -18,7 +18,7 @@ from training_runs import RELEASED_OPTIONS, hf_tensors, parameters
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dllm
-from failfast_jax.checkpoints.parameter_map import Skeleton
+from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.errors import ConfigError
@@ -211,7 +211,7 @@ def test_a_model_of_other_layers_is_written_as_a_drafter(tmp_path):
         as_fast_dllm(tiny_config(model_type="qwen3", qk_norm=True), BLOCK, MASK, "start")
     start = random_model(tiny_config(model_type="llama", qkv_bias=False), seed=3)
     config = as_fast_dllm(start.config, BLOCK, MASK, "start")
-    shapes = Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
+    shapes = AbstractModule.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()} | parameters(start)
     save_fast_dllm(tmp_path / "made", config, params, storage="float32", training={"steps_done": 1})
     loaded = load_model(tmp_path / "made")

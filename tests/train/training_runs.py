@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints import parameter_map
-from failfast_jax.checkpoints.parameter_map import Skeleton
+from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import initial
 from failfast_jax.train.diffusion_run import DiffusionObjective
@@ -58,7 +58,7 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 
 def parameters(net) -> dict:
-    return {name: leaf[...] for name, leaf in Skeleton.of(net).leaves.items()}
+    return {name: leaf[...] for name, leaf in AbstractModule.of(net).leaves.items()}
 
 
 def hf_tensors(params: dict, config) -> dict[str, np.ndarray]:

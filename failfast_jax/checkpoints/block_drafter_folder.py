@@ -17,7 +17,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +144,8 @@ def _check(config: DSparkConfig, ours: bool, where: str) -> None:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
 
 
-def _table(config: DSparkConfig, names: Iterable[str]) -> TensorTable:
-    return TABLE
-
-
 BLOCK_LAYOUT = DrafterLayout(
-    FEATURE_BLOCK, ARCHITECTURES, _claims, DSpark, ("embed", "head"), _read_keys, _table, DSparkModel
+    FEATURE_BLOCK, ARCHITECTURES, _claims, DSpark, ("embed", "head"), _read_keys, lambda *_: TABLE, DSparkModel
 )
 load_dspark = BLOCK_LAYOUT.load
 

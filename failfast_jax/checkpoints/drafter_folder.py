@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -171,44 +171,16 @@ class Settings:
             config_keys.check_unread(active, self.where, "drafts", place=home, advice=advice)
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenedDrafter:
+class OpenedDrafter(NamedTuple):
     """A drafter whose configuration and headers have been read, and whose weights have not.
 
     Attributes:
-      config: the network's.
-      draft_ids: token id of each row of the head; None: the rows are the vocabulary.
       checkpoint: its parameters; embedding and head where they are there.
+      load: reads it for its target, in the target's dtype; CheckpointError: NaN or infinity in a tensor.
     """
 
-    layout: DrafterLayout
-    config: Any
-    draft_ids: np.ndarray | None
     checkpoint: Checkpoint
-
-    def load(self, target: Decoder) -> Any:
-        """Reads the drafter, in the dtype of the target; CheckpointError: NaN or infinity in a tensor."""
-        ids, tensors = self.draft_ids, self.checkpoint.tensors
-        weights = {"embed": target.embed[...]}
-        if "head" in self.layout.borrowed:
-            weights["head"] = target.head_weight if ids is None else whole(target.head_weight)[ids]
-
-        def unless_shared(name: str, value: jax.Array) -> dict[str, jax.Array]:
-            """Drops a copy of the target's embedding or head. A copy in 16 bits of a weight in 32 is one."""
-            weight = weights.get(name)
-            if weight is None:
-                return {name: value}
-            stored, read = tensors[BORROWED[name]].dtype, np.asarray(value)
-            rounded = stored.itemsize < 4 and np.array_equal(read, whole(weight.astype(stored).astype(read.dtype)))
-            return {} if rounded or np.array_equal(read, whole(weight)) else {name: value}
-
-        dtypes = self.checkpoint.kept_dtypes(np.dtype(target.dtype))
-        values = self.checkpoint.read(dtypes, convert=unless_shared)
-        shared = tuple(name for name in weights if name not in values)
-        weights |= {name: values.pop(name) for name in {*weights} - {*shared}}
-        network = self.checkpoint.abstract_module(target.dtype).filled(values)
-        ids = None if ids is None else jax.device_put(ids)
-        return self.layout.model(network=network, **weights, draft_ids=ids, shared=shared)
+    load: Callable[[Decoder], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +250,29 @@ class DrafterLayout:
         network, table = partial(self.network, config), self.table(config, tensors)
         checkpoint = Checkpoint(folder, config.base, raw, table, tensors, network=network, extra_shapes=stored)
         checkpoint.check()
-        return OpenedDrafter(self, config, ids, checkpoint)
+        return OpenedDrafter(checkpoint, partial(self._load, checkpoint, ids))
+
+    def _load(self, checkpoint: Checkpoint, ids: np.ndarray | None, target: Decoder) -> Any:
+        weights = {"embed": target.embed[...]}
+        if "head" in self.borrowed:
+            weights["head"] = target.head_weight if ids is None else whole(target.head_weight)[ids]
+
+        def unless_shared(name: str, value: jax.Array) -> dict[str, jax.Array]:
+            """Drops a copy of the target's embedding or head. A copy in 16 bits of a weight in 32 is one."""
+            weight = weights.get(name)
+            if weight is None:
+                return {name: value}
+            stored, read = checkpoint.tensors[BORROWED[name]].dtype, np.asarray(value)
+            rounded = stored.itemsize < 4 and np.array_equal(read, whole(weight.astype(stored).astype(read.dtype)))
+            return {} if rounded or np.array_equal(read, whole(weight)) else {name: value}
+
+        dtypes = checkpoint.kept_dtypes(np.dtype(target.dtype))
+        values = checkpoint.read(dtypes, convert=unless_shared)
+        shared = tuple(name for name in weights if name not in values)
+        weights |= {name: values.pop(name) for name in {*weights} - {*shared}}
+        network = checkpoint.abstract_module(target.dtype).filled(values)
+        ids = None if ids is None else jax.device_put(ids)
+        return self.model(network=network, **weights, draft_ids=ids, shared=shared)
 
     def load(self, folder: Path, target: Decoder, target_name: str = "the target") -> Any:
         """Reads a folder's drafter for a target; see `open` for errors."""

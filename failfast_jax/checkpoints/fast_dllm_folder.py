@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
-from failfast_jax.checkpoints.drafter_folder import layer_keys, write_folder
+from failfast_jax.checkpoints.drafter_folder import OpenedDrafter, layer_keys, write_folder
 from failfast_jax.checkpoints.parameter_map import HF_TABLE, ParameterPart, stored_tensors
 from failfast_jax.checkpoints.safetensors_file import folder_tensors
 from failfast_jax.errors import ConfigError
@@ -110,18 +111,6 @@ def save_borrowing(
     write_folder(folder, keys, stored_tensors(BORROWING_TABLE, params, config), storage, extra)
 
 
-class OpenedBorrower(NamedTuple):
-    """A drafter that borrows from its target; its network has one token more than the target: the mask."""
-
-    checkpoint: Checkpoint
-
-    def load(self, target: Decoder) -> Decoder:
-        """Reads the drafter, in the dtype of its target; CheckpointError: NaN or infinity in a tensor."""
-        values = self.checkpoint.read(self.checkpoint.kept_dtypes(np.dtype(target.dtype)))
-        mask = values.pop("mask")
-        return with_borrowed(self.checkpoint.abstract_module(target.dtype).filled(values), target, mask)
-
-
 class BorrowingLayout:
     """Folders of `save_borrowing`; as `drafter_folder.DrafterLayout`, without features of the target."""
 
@@ -139,17 +128,8 @@ class BorrowingLayout:
         target: ModelConfig,
         target_name: str = "the target",
         rope_theta: float | None = None,
-    ) -> OpenedBorrower:
-        """Opens a drafter of a target; its weights are not read.
-
-        Args:
-          raw: its `config.json`.
-          rope_theta: without effect: the target's counts.
-
-        Raises:
-          CheckpointError: missing, unexpected or mis-shaped tensors.
-          ConfigError: a configuration that cannot be served, or a drafter of another target.
-        """
+    ) -> OpenedDrafter:
+        """Opens a drafter as `DrafterLayout.open` does; `rope_theta` has no effect: the target's counts."""
         where, of = folder / "config.json", raw.get("target")
         if not isinstance(of, dict):
             raise ConfigError(f"{where}: key 'target' must be an object, got {of!r}")
@@ -165,10 +145,16 @@ class BorrowingLayout:
         tensors, parts = folder_tensors(folder), ("embed", "head")
         opened = Checkpoint(folder, config, raw, BORROWING_TABLE, tensors, extra_shapes=mask, borrowed_parts=parts)
         opened.check()
-        return OpenedBorrower(opened)
+        return OpenedDrafter(opened, partial(_load_borrowing, opened))
 
 
 BORROWING_LAYOUT = BorrowingLayout()
+
+
+def _load_borrowing(checkpoint: Checkpoint, target: Decoder) -> Decoder:
+    values = checkpoint.read(checkpoint.kept_dtypes(np.dtype(target.dtype)))
+    mask = values.pop("mask")
+    return with_borrowed(checkpoint.abstract_module(target.dtype).filled(values), target, mask)
 
 
 def _config_dict(config: ModelConfig, storage: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -112,11 +112,11 @@ def logits(model: Any, ids: np.ndarray = IDS, **options: Any) -> np.ndarray:
     return np.asarray((load_model(model, **options) if isinstance(model, Path) else model).logits(ids))
 
 
-def golden_cases(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of ids `[1, L]` and the public model's logits `[1, L, V]`."""
-    with np.load(GOLDEN / name / "golden.npz") as data:
-        keys = [key.removeprefix("input_") for key in data if key.startswith("input_")]
-        return [(data[f"input_{key}"].reshape(1, -1), data[f"logits_{key}"]) for key in keys]
+def same_parameters(one: Any, other: Any) -> bool:
+    """True if two models, or those at two paths, have equal parameters; their dtypes may differ."""
+    models = [load_model(model) if isinstance(model, Path) else model for model in (one, other)]
+    leaves, others = map(jax.tree.leaves, models)
+    return len(leaves) == len(others) and all(map(np.array_equal, leaves, others))
 
 
 _GGUF_NAMES = gguf.TensorNameMap(gguf.MODEL_ARCH.QWEN3, 99)
@@ -190,15 +190,3 @@ def byte_level_alphabet() -> list[str]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     return ByteLevel.alphabet()
-
-
-def sentencepiece_model(corpus: list[str], **options: Any) -> bytes:
-    """A `tokenizer.model` that SentencePiece trains, which spells in bytes what is no piece."""
-    import sentencepiece
-
-    usual = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(corpus), model_writer=model, minloglevel=2, **usual, **options
-    )
-    return model.getvalue()

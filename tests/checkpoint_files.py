@@ -122,11 +122,6 @@ def same_parameters(one: Any, other: Any) -> bool:
 _GGUF_NAMES = gguf.TensorNameMap(gguf.MODEL_ARCH.QWEN3, 99)
 
 
-def gguf_name(key: str) -> str:
-    """llama.cpp's name of a Hugging Face tensor."""
-    return _GGUF_NAMES.get_name(key, (".weight", ".bias"))
-
-
 def write_gguf(
     path: Path,
     name: str,
@@ -157,7 +152,7 @@ def write_gguf(
         if config["model_type"] == "llama" and ("q_proj" in key or "k_proj" in key):
             value = interleave(value, heads if "q_proj" in key else kv_heads)
         kind = quantise(key, value)
-        writer.add_tensor(gguf_name(key), gguf.quantize(value, kind), raw_dtype=kind)
+        writer.add_tensor(_GGUF_NAMES.get_name(key, (".weight", ".bias")), gguf.quantize(value, kind), raw_dtype=kind)
     for key, value in (extra_tensors or {}).items():
         writer.add_tensor(key, value)
     writer.write_header_to_file()

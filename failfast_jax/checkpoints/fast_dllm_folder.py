@@ -73,7 +73,6 @@ def save_fast_dllm(
       storage: one of `drafter_folder.STORAGES`.
       extra: joins `config.json`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer = copy.deepcopy(tokenizer)
         if len(tokenizer) == config.mask_token_id:

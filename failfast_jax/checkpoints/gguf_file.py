@@ -11,6 +11,7 @@ import dataclasses
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,21 +95,13 @@ class GGUFFile:
         size = path.stat().st_size
         return cls(path, metadata, {name: _tensor(path, name, *entry, base, size) for name, *entry in entries})
 
-    def number(self, key: str, kind: type = int, **options: Any) -> Any:
-        """Reads a number of the metadata; see `values.number`."""
-        return values.number(self.metadata, key, self.path, kind, **options)
-
-    def text(self, key: str, default: Any = values.REQUIRED) -> Any:
-        """Reads a text of the metadata; see `values.text`."""
-        return values.text(self.metadata, key, self.path, default)
-
-    def entries(self, key: str, kind: type, default: Any = values.REQUIRED) -> Any:
-        """Reads a list of the metadata; see `values.entries`."""
-        return values.entries(self.metadata, key, self.path, kind, default)
+    def get(self, reader: Callable[..., Any], key: str, *args: Any, **options: Any) -> Any:
+        """Reads an entry of the metadata by a reader of `values`, with its errors."""
+        return reader(self.metadata, key, self.path, *args, **options)
 
     def token_id(self, name: str, default: int | None = None) -> int | None:
         """The id of a special token (`bos`, `eos`, ...); None: there is none, in some files -1 or 2**32 - 1."""
-        id = self.number(f"tokenizer.ggml.{name}_token_id", least=-1, most=2**32 - 1, default=default)
+        id = self.get(values.number, f"tokenizer.ggml.{name}_token_id", least=-1, most=2**32 - 1, default=default)
         return id if id is None or 0 <= id <= values.LARGEST_ID else None
 
 
@@ -212,14 +205,14 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         this decoder cannot serve.
       ConfigError: see `config_keys.check_gguf`.
     """
-    architecture = file.text("general.architecture")
+    architecture = file.get(values.text, "general.architecture")
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: architecture {quoted(architecture)} is not supported (supported: {', '.join(ARCHITECTURES)})"
         )
 
     def number(key: str, *args: Any, **options: Any) -> Any:
-        return file.number(f"{architecture}.{key}", *args, **options)
+        return file.get(values.number, f"{architecture}.{key}", *args, **options)
 
     sizes = {
         field: number(key, most=LARGEST[field], default=_DEFAULTS.get(field, values.REQUIRED))
@@ -257,8 +250,8 @@ def _stop_tokens(file: GGUFFile) -> list[int]:
     """Ids that end an answer: those that the metadata name, and tokens with the name of an end, as in llama.cpp; many
     files name the end of a text as `eos`, and the end of a turn nowhere."""
     ids = [file.token_id(name) for name in ("eos", "eot", "eom")]
-    types = file.entries("tokenizer.ggml.token_type", int, [])
-    for id, token in enumerate(file.entries("tokenizer.ggml.tokens", str, [])):
+    types = file.get(values.entries, "tokenizer.ggml.token_type", int, [])
+    for id, token in enumerate(file.get(values.entries, "tokenizer.ggml.tokens", str, [])):
         # Byte-level vocabularies may hold "</s>", of HTML, as a normal token (type 1); those with bars are ends anyway.
         if token in ENDS and (token.startswith("<|") or (id < len(types) and types[id] != 1)):
             ids.append(id)
@@ -275,11 +268,12 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
 
     def get(*names: str, default: Any = None) -> Any:
         for name in names:
-            default = file.number(f"{architecture}.rope.{name}", float, default=default, **POSITIVE | {"least": 0})
+            key = f"{architecture}.rope.{name}"
+            default = file.get(values.number, key, float, default=default, **POSITIVE | {"least": 0})
         return default
 
     # As in llama.cpp: a factor alone is linear; files from before `rope.scaling` say `rope.scale_linear`.
-    kind, factor = file.text(f"{start}.type", "linear"), get("scale_linear", "scaling.factor")
+    kind, factor = file.get(values.text, f"{start}.type", "linear"), get("scale_linear", "scaling.factor")
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{file.path}: {start}.type {kind!r} is not supported (supported: none, linear, yarn)")
     kind = kind if factor else "none"
@@ -300,7 +294,7 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
         return None
     scaling = {"rope_type": kind, "factor": _float32(factor)}
     if kind == "yarn":
-        original = file.number(f"{start}.original_context_length", least=0, default=context)
+        original = file.get(values.number, f"{start}.original_context_length", least=0, default=context)
         scaling["original_max_position_embeddings"] = original or context
         scaling["beta_fast"] = _float32(get("scaling.yarn_beta_fast", default=32.0))
         scaling["beta_slow"] = _float32(get("scaling.yarn_beta_slow", default=1.0))

@@ -36,7 +36,7 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
       CheckpointError: a kind of tokenizer other than `llama` (SentencePiece's BPE) and `gpt2` (byte-level BPE), an
         unknown pre-tokenizer, or metadata that are missing or inconsistent.
     """
-    kind = file.text("tokenizer.ggml.model")
+    kind = file.get(values.text, "tokenizer.ggml.model")
     if kind not in ("llama", "gpt2"):
         raise CheckpointError(
             f"{file.path}: tokenizer model {quoted(kind)} is not supported (supported: 'llama', SentencePiece's BPE; "
@@ -58,13 +58,13 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
             raise
         raise CheckpointError(f"{file.path}: its tokenizer cannot be built ({error})") from error
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    architecture = file.text("general.architecture", None)
+    architecture = file.get(values.text, "general.architecture", None)
     return {
         "tokenizer_object": backend,
         **{argument: vocabulary.special(name) for argument, name in names.items()},
-        "chat_template": file.text("tokenizer.chat_template", None),
+        "chat_template": file.get(values.text, "tokenizer.chat_template", None),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": file.number(f"{architecture}.context_length", default=None),
+        "model_max_length": file.get(values.number, f"{architecture}.context_length", default=None),
     }
 
 
@@ -79,7 +79,7 @@ class _Vocabulary:
     defaults: dict[str, int]
 
     def flag(self, key: str, default: bool) -> bool:
-        return values.flag(self.file.metadata, f"tokenizer.ggml.{key}", self.file.path, default)
+        return self.file.get(values.flag, f"tokenizer.ggml.{key}", default)
 
     def special(self, name: str) -> str | None:
         """A special token, or None where the model has none of that name."""
@@ -89,7 +89,7 @@ class _Vocabulary:
 
     def merges(self) -> list[tuple[str, ...]]:
         """The merges that the metadata list; CheckpointError: one of anything but two tokens that make a third."""
-        merges = [tuple(merge.split(" ", 1)) for merge in self.file.entries("tokenizer.ggml.merges", str)]
+        merges = [tuple(merge.split(" ", 1)) for merge in self.file.get(values.entries, "tokenizer.ggml.merges", str)]
         for merge in merges:
             if len(merge) != 2 or not {*merge, "".join(merge)} <= self.ids.keys():
                 raise self.error(f"the merge {quoted(' '.join(merge))}, which is not two tokens that make a third")
@@ -100,8 +100,8 @@ class _Vocabulary:
 
 
 def _read_vocabulary(file: GGUFFile, defaults: dict[str, int]) -> _Vocabulary:
-    tokens = file.entries("tokenizer.ggml.tokens", str)
-    types = file.entries("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
+    tokens = file.get(values.entries, "tokenizer.ggml.tokens", str)
+    types = file.get(values.entries, "tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
     # Unused entries pad the vocabulary to the embedding's size; they are no tokens.
     used = [(token, id) for id, (token, type) in enumerate(zip(tokens, types)) if token and type != _UNUSED]
     vocabulary = _Vocabulary(file, tokens, types, dict(used), defaults)
@@ -157,12 +157,13 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, ...]]:
     SentencePiece merges the pair whose whole has the best score. Where all scores are equal, the converter had none:
     the file may have merges instead, or else ids are in the order of training.
     """
-    scores = vocabulary.file.entries("tokenizer.ggml.scores", float)
+    scores = vocabulary.file.get(values.entries, "tokenizer.ggml.scores", float)
     if len(scores) < len(vocabulary.tokens):
         raise vocabulary.error(f"{len(vocabulary.tokens)} tokens and {len(scores)} scores")
     # Only these are looked up; bytes and control tokens are never the result of a merge.
     pieces = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == _NORMAL}
-    if vocabulary.file.entries("tokenizer.ggml.merges", str, []) and len({scores[id] for id in pieces.values()}) == 1:
+    stored = vocabulary.file.get(values.entries, "tokenizer.ggml.merges", str, [])
+    if stored and len({scores[id] for id in pieces.values()}) == 1:
         return vocabulary.merges()
     merges = [
         (-scores[id], id, len(piece) - cut, piece[:cut], piece[cut:])
@@ -177,7 +178,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     """Byte-level BPE, as in Llama 3 and Qwen2."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-    name = vocabulary.file.text("tokenizer.ggml.pre", "default")
+    name = vocabulary.file.get(values.text, "tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise CheckpointError(
             f"{vocabulary.file.path}: pre-tokenizer {quoted(name)} is not supported (supported: "

@@ -25,7 +25,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from convert import __main__ as convert
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
-from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.errors import ConfigError
 
 TEXTS = (
     "Žluťoučký kůň, naïve façade; ßtraße İstanbul ÆØÅ Đặng",
@@ -37,7 +37,6 @@ TEXTS = (
     "def f(x: int) -> str:\n\treturn f'{x**2:>8}'  # it's \"ok\" <0x41> != [12345]\r\n\r\n    pass\n",
     "They'll say I'VE WON'T don't HelloWorld fooBar HTTPServer e.g. 3.14 1234567",
     " one  two   three\t\ttabs \n\n \n\r\n\r  end   ",
-    "\n\n\n",
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇺🇳 ☺️",
     "e\u0301 é a\u0323\u0302 \u0301\u0301 ｶ\u3099",
     "a\u00a0b\u2003c\u3000d\u200be\ufefff\u2028g\u0085h",
@@ -245,17 +244,12 @@ def test_sentencepiece_survives_conversion(tmp_path):
     for text in [*CORPUS, "[INST]a<tool> b</s>"]:
         ids = tokenizer.encode(text)
         assert again.encode(text) == ids
-        for skip in (False, True):
-            assert again.decode(ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+        assert again.decode(ids) == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [({"scores": (0.0,)}, "has 602 tokens and 1 scores"), ({"added": ("<s>",)}, "has the token '<s>' twice")],
-)
-def test_sentencepiece_that_cannot_be_built(load_sentencepiece, options, message):
-    with pytest.raises(CheckpointError, match=message):
-        load_sentencepiece(**options)
+def test_sentencepiece_that_cannot_be_built(tmp_path):
+    refused("has 602 tokens and 1 scores", write_sentencepiece(tmp_path / "a.gguf", scores=(0.0,)))
+    refused("has the token '<s>' twice", write_sentencepiece(tmp_path / "b.gguf", added=("<s>",)))
 
 
 @pytest.mark.parametrize("kind, add_dummy_prefix", [("bpe", True), ("bpe", False), ("unigram", True)])

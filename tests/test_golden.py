@@ -20,8 +20,9 @@ TARGETS = [name for name in GOLDEN_NAMES if name not in DIFFUSION]
 CAPACITY, PREFILL = 256, 128
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.optimized) for name in TARGETS[:2]] + TARGETS[2:]
+)
 def test_greedy_tokens(name, golden_model):
     engine = FailFast(golden_model(name))
     with np.load(GOLDEN / name / "golden.npz") as data:
@@ -32,28 +33,6 @@ def test_greedy_tokens(name, golden_model):
             result = engine.generate([expected[:prompt]], method="vanilla", max_new_tokens=96)[0]
             assert result.output_ids == expected[prompt:]
             assert result.finish_reason == ("length" if len(result.output_ids) == 96 else "eos")
-
-
-@pytest.mark.parametrize("block_cache", [False, True])
-@pytest.mark.parametrize("name", DIFFUSION)
-def test_standalone_generation(name, block_cache, golden_model):
-    engine = FailFast(golden_model(name))
-    cases = [c for c in json.loads((GOLDEN / name / "golden.json").read_text()) if c["block_cache"] is block_cache]
-    assert len(cases) >= 12
-    with np.load(GOLDEN / name / "golden.npz") as data:
-        for case in cases:
-            expected, prompt = data[case["key"]].reshape(-1).tolist(), case["prompt_len"]
-            result = engine.generate(
-                [expected[:prompt]],
-                method="dllm",
-                max_new_tokens=64,
-                threshold=case["threshold"],
-                block_cache=block_cache,
-                released_length=True,
-            )[0]
-            assert result.output_ids == expected[prompt:], case
-            assert result.stats.target_passes == case["forwards"], case
-            assert [t for r in result.rounds for t in r.emitted] == result.output_ids
 
 
 @jax.jit

@@ -33,8 +33,7 @@ from failfast_jax.policy.expected_tokens import (
 class ExpectedGain(StopRule):
     """Stops if another chunk would not raise the expected tokens per second (`auto`).
 
-    The next chunk is assumed to be as sure as the newest one. The memory holds the calibrated chances, which
-    `Auto` keeps.
+    The next chunk is assumed to be as sure as the newest one. The memory is `Auto`'s: the calibrated chances.
 
     Example: chunk 2, two tokens of chance .9 drafted by one pass of 0.2 steps, a verify of 4 rows at 1.2 steps, of 8 at
     1.5:
@@ -46,11 +45,6 @@ class ExpectedGain(StopRule):
     costs: Costs
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
     """Widths of the verify costs."""
-    prior: tuple[float, ...] = flax.struct.field(pytree_node=False, default=MODEL_CHANCES)
-    """Prior chances of the model's tokens."""
-
-    def init(self, batch: int) -> Chances:
-        return Chances.of(batch, self.prior)
 
     def stops(self, draft: DraftSoFar, memory: Chances) -> Bool[Array, " B"]:
         chance = memory.chance(draft.confidence)
@@ -136,14 +130,14 @@ class Auto(Drafter):
         """Returns a copy that decides by the costs of the plan's widths."""
         if self.model is None:
             return self.replace(costs=costs)
-        rule = ExpectedGain(costs, self.widths, self.prior)
-        return self.replace(costs=costs, model=self.model.replace(rule=rule))
+        return self.replace(costs=costs, model=self.model.replace(rule=ExpectedGain(costs, self.widths)))
 
     def init(self, batch, capacity):
+        chances = Chances.of(batch, self.prior)
         return AutoState(
             text=() if self.text is None else self.text.init(batch, capacity),
-            model=() if self.model is None else self.model.init(batch, capacity),
-            chances=Chances.of(batch, self.prior),
+            model=() if self.model is None else self.model.init(batch, capacity).replace(memory=chances),
+            chances=chances,
             estimate=ThroughputEstimate.initial(batch),
             text_draft=Draft.empty(batch, self.max_draft),
             model_draft=Draft.empty(batch, self.max_draft),

@@ -7,13 +7,10 @@ that. The head's log-odds are multiplied by a scale, and a shift is added.
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from scipy.optimize import minimize
 
-from failfast_jax.policy.expected_tokens import calibration_error
-
-Drafts = list[tuple[list[float], int]]
-"""The confidences of each draft's tokens, and how many of the tokens were accepted."""
+from failfast_jax.policy.expected_tokens import Drafts, calibration_error, judged
 
 START = np.array([1.0, 0.0])
 """Scale and shift that change nothing: the mean of the prior."""
@@ -23,13 +20,6 @@ SMALLEST_SCALE = 0.01
 """A head that is surer where it is wrong is not turned around, but no longer tells tokens apart."""
 
 
-def _judged(drafts: Drafts) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
-    """Returns confidences up to the first rejected token of each draft, and which of these tokens were accepted."""
-    confidence = [value for values, accepted in drafts for value in values[: accepted + 1]]
-    right = [position < accepted for values, accepted in drafts for position in range(len(values[: accepted + 1]))]
-    return np.asarray(confidence, float), np.asarray(right, bool)
-
-
 def _log_odds(confidence: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
     inside = np.clip(confidence, 1e-6, 1 - 1e-6)
     return np.log(inside) - np.log1p(-inside)
@@ -37,7 +27,7 @@ def _log_odds(confidence: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
 
 def fit_scaling(drafts: Drafts) -> tuple[float, float]:
     """Returns the scale and shift of the log-odds with the highest posterior probability."""
-    confidence, right = _judged(drafts)
+    confidence, right = judged(drafts)
     columns = np.stack([_log_odds(confidence), np.ones_like(confidence)])
     sign = np.where(right, -1.0, 1.0)
 
@@ -61,7 +51,7 @@ def rescaled(drafts: Drafts, scale: float, shift: float) -> Drafts:
 
 def error(drafts: Drafts) -> float | None:
     """Returns the expected calibration error of the judged tokens; None if there are none."""
-    confidence, right = _judged(drafts)
+    confidence, right = judged(drafts)
     return calibration_error(confidence.tolist(), right.tolist())
 
 

@@ -7,7 +7,7 @@ of `ThroughputEstimate` bounds the cost of wrong expectations: see docs/economic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import flax.struct
 import jax.numpy as jnp
@@ -142,19 +142,23 @@ class Chances:
         return jnp.where(begins, self.text.chance(confidence), self.model.chance(confidence))
 
 
-def observed(drafts: Iterable[tuple[Sequence[float], int]]) -> list[float]:
-    """Returns prior chances per bin that fit recorded drafts.
+Drafts = Sequence[tuple[Sequence[float], int]]
+"""The confidences of each draft's tokens, and how many of the tokens were accepted."""
 
-    Args:
-      drafts: the confidences of each draft's tokens, and the number of accepted ones.
-    """
-    tried, right = np.zeros(BINS), np.zeros(BINS)
-    for confidence, accepted in drafts:
-        judged = np.asarray(confidence[: accepted + 1], np.float32)
-        bins = np.searchsorted(_bounds(), judged, side="right")
-        np.add.at(tried, bins, 1)
-        np.add.at(right, bins[:accepted], 1)
-    chances = (right + PRIOR_TRIALS * np.asarray(MODEL_CHANCES)) / (tried + PRIOR_TRIALS)
+
+def judged(drafts: Drafts) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
+    """Returns confidences up to the first rejected token of each draft, and which of these tokens were accepted."""
+    confidence = [value for values, accepted in drafts for value in values[: accepted + 1]]
+    right = [position < accepted for values, accepted in drafts for position in range(len(values[: accepted + 1]))]
+    return np.asarray(confidence, float), np.asarray(right, bool)
+
+
+def observed(drafts: Drafts) -> list[float]:
+    """Returns prior chances per bin that fit recorded drafts."""
+    confidence, right = judged(drafts)
+    bins = np.searchsorted(_bounds(), confidence.astype(np.float32), side="right")
+    tried, accepted = np.bincount(bins, minlength=BINS), np.bincount(bins[right], minlength=BINS)
+    chances = (accepted + PRIOR_TRIALS * np.asarray(MODEL_CHANCES)) / (tried + PRIOR_TRIALS)
     return [round(float(chance), 4) for chance in chances]
 
 

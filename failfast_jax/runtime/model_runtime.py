@@ -188,8 +188,8 @@ class Runtime:
         return session
 
     def _setup(self, batch: int, capacity: int) -> SessionSetup:
-        placement = StatePlacement.of(self.target)  # whatever the drafter: programs without one are shared
+        drafter = None  # on one device, whatever the drafter: programs without one are shared
         if self.mesh is not None:
             sharding.check_batch(batch, self.mesh)
-            placement = StatePlacement.of(self.target, self.drafter_model)
-        return SessionSetup(self.programs, placement, batch, capacity)
+            drafter = self.drafter_model
+        return SessionSetup(self.programs, StatePlacement.of(self.target, drafter), batch, capacity)

@@ -48,11 +48,6 @@ def everywhere(tree: Any, *, mesh: Mesh) -> Any:
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
 
 
-def log_of(state: DecodeState, row: Int[Array, ""]) -> tuple[RoundLog, Array, Array, Array]:
-    """A row's log, its tokens, and start and end of its output in them, each with a batch of 1."""
-    return take((state.log, state.tokens, state.prompt_length, state.length), row)
-
-
 def graft(fresh: DecodeState, old: DecodeState) -> DecodeState:
     """Returns a state before its prefill, with the caches of another state instead of its empty caches."""
     # Old text 5 6 7 8 in the caches, new prompt 5 6 9: the fresh state has the new tokens, limits and log; prefill from

@@ -129,7 +129,7 @@ class Session:
         self.models, self._executables, self._settings = models, setup.executables, settings
         self._prefill, self._advance = prefill, advance
         inputs = self._inputs([Request(prompt=(0,), max_new_tokens=NO_LIMIT)] * self.batch)
-        [self._starting] = self._compile((self._placed(start, "the start"), (*models, *inputs)))
+        [self._starting] = setup.executables.start(Program(self._placed(start, "the start"), (*models, *inputs)))
         self.shapes = self.placement.placed(self._starting.shapes)
         self._loop: Compilation | None = None
 
@@ -137,8 +137,8 @@ class Session:
         """Arguments of `start` after the models, checked."""
         raise NotImplementedError
 
-    def _chunks(self, prompt_tokens: int, begin: int = 0) -> Chunks:
-        """The prefill from position `begin` on."""
+    def chunks(self, prompt_tokens: int, begin: int = 0) -> Chunks:
+        """Returns the chunks of a prompt's prefill from position `begin` on."""
         raise NotImplementedError
 
     def _view(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -165,7 +165,7 @@ class Session:
 
     def prepare(self, prompt_tokens: int) -> None:
         """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
-        self._wait_for(self._chunks(prompt_tokens))
+        self._wait_for(self.chunks(prompt_tokens))
 
     def _wait_for(self, chunks: Chunks) -> None:
         for compilation in (self._starting, *self._compile_chunks(chunks)):
@@ -176,7 +176,7 @@ class Session:
         if self._loop is None:
             advance = self._placed(self._advance, f"the loop over {self.unit}")
             args = self._loop_args(self.shapes, NO_LIMIT, False)
-            [self._loop] = self._compile((advance, args), donate=(len(self.models),))
+            [self._loop] = self._executables.start(Program(advance, args, donate=(len(self.models),)))
         return self._loop
 
     def _loop_args(self, state: State, most: int, until_any: bool) -> tuple:
@@ -194,18 +194,14 @@ class Session:
 
     def prefill_in_chunks(self, requests: Sequence[Request]) -> Iterator[State]:
         """Prefills chunk by chunk, for callers with other work in between. Only the last state may be kept."""
-        chunks = self._chunks(max(len(request.prompt) for request in requests))
+        chunks = self.chunks(max(len(request.prompt) for request in requests))
         compilations = self._compile_chunks(chunks)
         return self._prefilling(self.start(requests), compilations, chunks)
 
-    def chunks_of(self, prompt_tokens: int, begin: int = 0) -> int:
-        """Returns the number of chunks that a prompt's prefill takes from position `begin` on."""
-        return len(self._chunks(prompt_tokens, begin))
-
     def _compile_chunks(self, chunks: Chunks) -> list[Compilation]:
-        args = (*self.models, self.shapes, np.int32(0))
-        programs = [self._placed(self._prefill, "prefill", **static) for _, static in chunks]
-        return self._compile(*((program, args) for program in programs), donate=(len(self.models),))
+        args, donate = (*self.models, self.shapes, np.int32(0)), (len(self.models),)
+        functions = [self._placed(self._prefill, "prefill", **static) for _, static in chunks]
+        return self._executables.start(*(Program(function, args, donate) for function in functions))
 
     def _prefilling(self, state: State, compilations: list[Compilation], chunks: Chunks) -> Iterator[State]:
         yield state
@@ -270,14 +266,11 @@ class Session:
         return self._run(self._placed(function, function.__name__, **static), *args, donate=donate)
 
     def _run(self, function: Callable, *args: Any, donate: int | None = None) -> Any:
-        [program] = self._compile((function, args), donate=() if donate is None else (donate,))
+        [program] = self._executables.start(Program(function, args, () if donate is None else (donate,)))
         return program(*args)
 
     def _placed(self, function: Callable, name: str, **static: Any) -> SessionProgram:
         return SessionProgram(name, functools.partial(function, **static), self.placement)
-
-    def _compile(self, *programs: tuple[Callable, tuple], donate: tuple[int, ...] = ()) -> list[Compilation]:
-        return self._executables.start(*(Program(function, args, donate) for function, args in programs))
 
     def _prompts(self, requests: Sequence[Request]) -> Prompts:
         # Prompts [5, 6] and [7] with capacity 4: tokens [[5, 6, 0, 0], [7, 0, 0, 0]], lengths [2, 1].
@@ -287,14 +280,14 @@ class Session:
                 raise PromptError(f"a prompt of {len(request.prompt)} tokens: must have 1 to {self.capacity}")
             tokens[row, : len(request.prompt)] = request.prompt
 
-        types = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32}
-        columns = (types | {"sequence": np.int32}).items()
+        columns = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32}
+        columns |= {"seed": np.uint32, "sequence": np.int32}
         return Prompts(
             tokens=tokens,
             length=np.asarray([len(request.prompt) for request in requests], np.int32),
             eos=np.asarray([decoding.stop_tokens(tuple(request.eos))[0] for request in requests], np.int32),
             sampling=Sampling(
-                **{name: np.asarray([getattr(each, name) for each in requests], dtype) for name, dtype in columns}
+                **{name: np.asarray([getattr(each, name) for each in requests], columns[name]) for name in columns}
             ),
         )
 
@@ -328,13 +321,7 @@ class DraftSession(Session):
         return hashlib.sha256(named.encode()).hexdigest()[:16]
 
     def with_costs(self, costs: Costs) -> DraftSession:
-        """Returns the same programs, with a drafter that decides by these costs. Nothing is compiled.
-
-        Raises:
-          ValueError: the drafter decides nothing by costs.
-        """
-        if not self.drafter.shape.uses_costs:
-            raise ValueError(f"{type(self.drafter).__name__} decides nothing by costs")
+        """Returns the same programs, with a drafter that decides by these costs. Nothing is compiled."""
         other = copy.copy(self)
         other.drafter = self.drafter.with_costs(costs)
         other.models = (self.models[0], other.drafter)
@@ -343,21 +330,22 @@ class DraftSession(Session):
     def _inputs(self, requests):
         return self._prompts(requests), np.asarray([request.max_new_tokens for request in requests], np.int32)
 
-    def _chunks(self, prompt_tokens, begin=0):
+    def chunks(self, prompt_tokens, begin=0):
         return prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)
 
     def _view(self, state):
         return state.tokens, state.prompt_length, state.length, state.finish
 
     def rounds(self, state):
-        log, tokens, begin, end, _ = self._fetch((state.log, *self._view(state)))
-        outputs = [tokens[row, begin[row] : end[row]].tolist() for row in range(self.batch)]
-        return [row_programs.row_log(log, row, output) for row, output in enumerate(outputs)]
+        return self._rounds((state.log, *self._view(state)))
 
     def rounds_of(self, state: DecodeState, row: int) -> RowLog:
         """Returns one row's rounds so far. One host wait."""
-        log, tokens, begin, end = self._fetch(self._run(row_programs.log_of, state, np.int32(row)))
-        return row_programs.row_log(log, 0, tokens[0, begin[0] : end[0]].tolist())
+        return self._rounds(self._run(row_programs.take, (state.log, *self._view(state)), np.int32(row)))[0]
+
+    def _rounds(self, parts: tuple[Any, ...]) -> list[RowLog]:
+        log, tokens, begin, end, _ = self._fetch(parts)
+        return [row_programs.row_log(log, row, ids[begin[row] : end[row]].tolist()) for row, ids in enumerate(tokens)]
 
     def logprobs(self, state: DecodeState, begin: Mapping[int, int]) -> dict[int, list[TokenLogprob]]:
         """Returns log-probabilities of emitted tokens, by row, from each row's `begin`-th token on. One host wait."""
@@ -392,7 +380,7 @@ class DraftSession(Session):
     def prefill_onto(self, old: DecodeState, request: Request, begin: int) -> Iterator[State]:
         """Like `prefill_in_chunks`, for a prompt whose first `begin` positions (see `shared`) are in the caches of
         `old`, which is donated."""
-        chunks = self._chunks(len(request.prompt), begin)
+        chunks = self.chunks(len(request.prompt), begin)
         compilations = self._compile_chunks(chunks)
         state = self._new_state(row_programs.graft, self.start([request] * self.batch), old, donate=1)
         return self._prefilling(state, compilations, chunks)
@@ -443,7 +431,7 @@ class DiffusionSession(Session):
             raise PromptError(f"no whole block of {self.block} fits after the prompt within {self.capacity} tokens")
         return self._prompts(requests), np.asarray(blocks, np.int32), np.asarray(limits, np.int32)
 
-    def _chunks(self, prompt_tokens, begin=0):
+    def chunks(self, prompt_tokens, begin=0):
         del begin  # always 0: see `prefill_onto`
         width, starts = diffusion_decoding.prefill_starts(prompt_tokens, self.config, self.shapes.text.shape[1])
         return [(at, {"width": width}) for at in starts]

@@ -307,7 +307,7 @@ class Scheduler:
             states = self.single.prefill_onto(old, answer.request, answer.reused)
         else:
             answer.reused, states = 0, self.single.prefill_in_chunks([answer.request] * self.single.batch)
-        chunks = self.single.chunks_of(len(prompt), answer.reused)
+        chunks = len(self.single.chunks(len(prompt), answer.reused))
         self.counts.prompt_tokens += len(prompt)
         self.counts.reused_tokens += answer.reused
         width = (len(prompt) - answer.reused) // max(chunks, 1) + 1

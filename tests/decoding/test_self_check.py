@@ -11,7 +11,7 @@ from failfast_jax.models.transformer import Decoder
 
 pytestmark = pytest.mark.optimized
 
-WIDTHS = (8, 16, 32, 64)
+WIDTHS = (16, 64)
 
 
 def patch_window(monkeypatch, change) -> None:

@@ -10,13 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int
-from tiers import tiers
-from tiny_engines import engine, extended_engine, lossless, new_engine
+from tiny_engines import engine, lossless
+from tiny_models import committed, outcome
 
 from failfast_jax import FailFast
-from failfast_jax.decoding.decode_state import RUNNING, Committed, Draft, Outcome
+from failfast_jax.decoding.decode_state import RUNNING, Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
+from failfast_jax.decoding.picking import agreeing_prefix
+from failfast_jax.decoding.stopping import StopRule
+from failfast_jax.decoding.windows import gather_window
 from failfast_jax.drafters import check_chances
+from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.policy import cost_book
@@ -28,11 +32,8 @@ from failfast_jax.policy.expected_tokens import (
     LEAD,
     MODEL_CHANCES,
     STAKE,
-    TEXT_CHANCES,
     Calibration,
     Costs,
-    ThroughputEstimate,
-    expected_tokens,
     observed,
 )
 from failfast_jax.runtime.model_runtime import Request
@@ -48,7 +49,7 @@ class Given(Drafter):
     confidence: Float[Array, "B M"]
     length: Int[Array, " B"]
     cost: int = flax.struct.field(pytree_node=False, default=0)
-    rule: None = None
+    rule: StopRule | None = None
 
     @property
     def shape(self) -> DraftShape:
@@ -68,16 +69,9 @@ class Memory:
     memory: object
 
 
-def committed(batch: int, length: int = 20, capacity: int = 64) -> Committed:
-    lengths = jnp.full((batch,), length)
-    return Committed(
-        tokens=jnp.arange(batch * capacity).reshape(batch, capacity),
-        length=lengths,
-        prompt_length=lengths - 5,
-        room=jnp.full((batch,), capacity - length - 1),
-        running=jnp.ones((batch,), bool),
-        eos=jnp.full((batch, 8), -1),
-    )
+def view(batch: int, length: int = 20, capacity: int = 64) -> Committed:
+    texts = [[*range(length)]] * batch
+    return committed(texts, capacity, capacity - length - 1, prompts=[length - 5] * batch)
 
 
 def economic(text: Drafter | None, model: Drafter | None, verify, draft: float = 0.0) -> Auto:
@@ -105,7 +99,7 @@ def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, balance,
     state = state.replace(
         estimate=state.estimate.replace(balance=jnp.float32(balance)), ahead=jnp.asarray(ahead, jnp.float32)
     )
-    draft, _ = draw(drafter, state, committed(2))
+    draft, _ = draw(drafter, state, view(2))
 
     counts = np.exp(-np.asarray(ahead) / LEAD)
     counts = np.ones(2) if refilled else 2 * counts / counts.sum()
@@ -122,15 +116,15 @@ def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, balance,
     assert 0.02 * verify[needed] <= float(draft.forecast.seconds[0]) * 1.001
     kept = [min(length, chosen) for length in lengths]
     assert draft.length.tolist() == kept
-    brought = [1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)]
-    np.testing.assert_allclose(draft.forecast.tokens, brought, rtol=1e-4)
+    emitted = [1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)]
+    np.testing.assert_allclose(draft.forecast.tokens, emitted, rtol=1e-4)
 
 
 def test_a_first_token_waits_for_no_draft():
     """Where rows are refilled; a list of prompts is done when it is done."""
     sure = Given(confidence=jnp.full((2, LONGEST), 0.99), length=jnp.full(2, LONGEST), cost=1)
     drafter = Auto.of(None, sure).planned(WIDTHS)
-    usual, begins = committed(2), committed(2)
+    usual, begins = view(2), view(2)
     begins = begins.replace(prompt_length=begins.length.at[1].add(-3))
     for kind, rows, drafts in (
         (drafter, usual, True),
@@ -139,47 +133,35 @@ def test_a_first_token_waits_for_no_draft():
         (drafter.refilled(), begins, False),
         (drafter.refilled(), begins.replace(running=jnp.array([False, True])), True),
     ):
-        draft, _ = kind.draft(kind.init(2, 64), rows)
+        draft, _ = draw(kind, kind.init(2, 64), rows)
         assert (draft.length > 0).any() == drafts == (draft.passes > 0).any()
 
 
-def test_expected_tokens_are_sums_of_products():
-    chance = jnp.asarray([[0.5, 0.5, 0.5, 0.9]])
-    got = expected_tokens(chance, jnp.asarray([3]), (1, 2, 3, 4, 8))
-    np.testing.assert_allclose(got[0], [1, 1.5, 1.75, 1.875, 1.875], rtol=1e-6)
-
-
-def test_bins_of_a_lookup_begin_at_whole_matches():
-    matches = np.asarray([1, 2, 3, 4, 5, 7, 11, 21, 32], np.float32)
-    first = np.searchsorted(EDGES, np.log(matches), side="right")
-    assert first.tolist() == list(range(5, BINS))
-    chance = Calibration.of(1, TEXT_CHANCES).chance(jnp.asarray(matches / (matches + 1))[None])
-    np.testing.assert_allclose(chance[0], TEXT_CHANCES[5:], rtol=1e-6)
+def bins_of(*confidences: float) -> list[int]:
+    return [int(np.searchsorted(EDGES, np.log(c / (1 - c)), side="right")) for c in confidences]
 
 
 def test_a_calibration_learns_what_happens_and_nothing_else():
-    """Of tokens behind a wrong one, and behind what was emitted, nothing is known."""
-    chances = Calibration.of(1, MODEL_CHANCES)
-    draft = Draft(
-        jnp.asarray([[5, 6, 7, 8]]), jnp.asarray([[0.55, 0.99, 0.99, 0.3]]), jnp.asarray([4]), jnp.asarray([1])
-    )
-    wrong = chances.learned(draft, jnp.asarray([[5, 9, 7, 8]]), jnp.asarray([4]))
-    at = [int(np.searchsorted(EDGES, np.log(c / (1 - c)), side="right")) for c in (0.55, 0.99, 0.3)]
+    """Of tokens after a wrong one, and after what was emitted, nothing is known."""
+    chances, learned = Calibration.of(1, MODEL_CHANCES), jax.jit(Calibration.learned)
+    confidence = jnp.asarray([[0.55, 0.99, 0.99, 0.3]])
+    draft = Draft(jnp.asarray([[5, 6, 7, 8]]), confidence, length=jnp.asarray([4]), passes=jnp.asarray([1]))
+    wrong = learned(chances, draft, jnp.asarray([[5, 9, 7, 8]]), jnp.asarray([4]))
+    at = bins_of(0.55, 0.99, 0.3)
     assert wrong.tried[0, at].tolist() == [1, 1, 0] and wrong.accepted[0, at].tolist() == [1, 0, 0]
-    short = chances.learned(draft, jnp.asarray([[5, 6, 7, 8]]), jnp.asarray([1]))
+    short = learned(chances, draft, jnp.asarray([[5, 6, 7, 8]]), jnp.asarray([1]))
     assert float(short.tried.sum()) == 1 and float(short.accepted.sum()) == 1
     often = chances
     for _ in range(300):
-        often = often.learned(draft, jnp.asarray([[5, 6, 9, 9]]), jnp.asarray([3]))
+        often = learned(often, draft, jnp.asarray([[5, 6, 9, 9]]), jnp.asarray([3]))
     assert float(often.chance(jnp.asarray([[0.55]]))[0, 0]) > 0.95
     assert abs(float(often.chance(jnp.asarray([[0.99]]))[0, 0]) - 0.5) < 0.05
 
 
 def test_chances_that_were_observed_are_a_prior():
-    """Tokens behind the first wrong one do not count; a bin without trials keeps what suits most models."""
+    """Tokens after the first wrong one do not count; a bin without trials keeps what suits most models."""
     drafts = [([0.55, 0.99, 0.99, 0.3], 1)] * 400 + [([0.55], 1)] * 100 + [([], 0)]
-    chances = observed(drafts)
-    at = [int(np.searchsorted(EDGES, np.log(c / (1 - c)), side="right")) for c in (0.55, 0.99, 0.3)]
+    chances, at = observed(drafts), bins_of(0.55, 0.99, 0.3)
     assert chances[at[0]] > 0.98 and chances[at[1]] < 0.03
     rest = [bin for bin in range(BINS) if bin not in at[:2]]
     np.testing.assert_allclose(np.asarray(chances)[rest], np.asarray(MODEL_CHANCES)[rest], atol=1e-4)
@@ -188,25 +170,23 @@ def test_chances_that_were_observed_are_a_prior():
     np.testing.assert_allclose(learned[0], np.asarray(chances)[[at[0], at[2]]], rtol=1e-5)
 
 
+@jax.jit
+def one_round(drafter: Auto, state, before: Committed, agrees: bool):
+    draft, state = drafter.draft(state, before)
+    count = jnp.where(agrees, draft.length + 1, 1)
+    tokens = jnp.full_like(before.tokens, jnp.where(agrees, 7, 3))
+    tokens = jnp.where(agrees & (draft.passes[:, None] > 0), 8, tokens)
+    after = before.replace(tokens=tokens, length=before.length + count)
+    return draft, drafter.commit(state, outcome(before, after, draft))
+
+
 def run(drafter: Auto, agrees: bool, rounds: int, purse: float = CREDIT) -> tuple[list[int], list[float], list[int]]:
     """Lengths and costs of rounds whose drafts are all right, or all wrong, and the model's passes."""
     state, at = drafter.init(1, 4096), 20
     state = state.replace(estimate=state.estimate.replace(balance=jnp.float32(purse)))
     lengths, seconds, passes = [], [], []
-
-    @jax.jit
-    def one(state, before, after, token):
-        draft, state = drafter.draft(state, before)
-        count = jnp.where(token, draft.length + 1, 1)
-        tokens = jnp.full_like(before.tokens, jnp.where(token, 7, 3))
-        tokens = jnp.where(token & (draft.passes[:, None] > 0), 8, tokens)
-        after = after.replace(tokens=tokens, length=before.length + count)
-        outcome = Outcome(before, after, draft, draft.length * token, jnp.zeros((1, 1, 0, 1)))
-        return draft, drafter.commit(state, outcome)
-
     for _ in range(rounds):
-        before = committed(1, at, 4096)
-        draft, state = one(state, before, before, agrees)
+        draft, state = one_round(drafter, state, view(1, at, 4096), agrees)
         lengths.append(int(draft.length[0]))
         seconds.append(float(draft.forecast.seconds[0]))
         passes.append(int(draft.passes[0]))
@@ -220,17 +200,12 @@ def sources(confidence: float = 0.9) -> tuple[Given, Given]:
     return Given(confidence=sure, length=length), Given(confidence=sure, length=length, cost=1)
 
 
-@pytest.mark.parametrize("table", [[1, 1.7, 1.9, 2.6], [1, 3, 4, 5], [1, 1, 1, 1]])
+@pytest.mark.parametrize("table", [[1, 1.7, 1.9, 2.6], [1, 3, 4, 5]])
 def test_what_always_fails_costs_at_most_the_purse(table):
     """Plain decoding of as many rounds takes as many steps."""
     _, seconds, _ = run(economic(*sources(), table, 0.3), False, 200)
     assert sum(seconds) <= 200 + CREDIT + 0.01 * 200 * 1.1 + max(table)
     assert sum(seconds[100:]) <= 104  # it learns
-
-
-def test_what_always_succeeds_is_verified_whole():
-    lengths, _, _ = run(economic(sources()[0], None, [1, 1.7, 1.9, 2.6]), True, 30)
-    assert lengths[-10:] == [LONGEST] * 10
 
 
 def test_an_empty_purse_fills_while_drafts_are_seen_to_be_right():
@@ -244,37 +219,25 @@ def test_an_empty_purse_fills_while_drafts_are_seen_to_be_right():
 def test_a_model_is_asked_where_it_is_cheap_and_right():
     _, model = sources()
     assert sum(run(economic(None, model, [1, 1.02, 1.05, 1.1], 0.05), True, 20)[2]) >= 18
-    # Where it is always wrong, hardly ever: neither on a cheap nor on a dear machine.
+    # Where it is always wrong, hardly ever: neither on a cheap nor on a costly machine.
     assert sum(run(economic(None, model, [1, 1.02, 1.05, 1.1], 0.05), False, 100)[2]) < 60
     assert sum(run(economic(None, model, [1, 2, 3, 4], 1.0), False, 100)[2]) <= 2
 
 
-def test_a_batch_drafts_only_what_pays_for_all():
-    """One row's good draft does not pay where a verify of all rows costs many steps."""
-    sure = jnp.full((4, LONGEST), 0.8)
-    table = [1, 2, 3, 4]
-    alone = Given(confidence=sure, length=jnp.asarray([LONGEST, 0, 0, 0]))
-    drafter = economic(alone, None, table)
-    rich = drafter.init(4, 64).replace(estimate=ThroughputEstimate.initial().replace(balance=jnp.float32(50)))
-    assert draw(drafter, rich, committed(4))[0].length.tolist() == [0] * 4
-    all_sure = economic(Given(confidence=jnp.full((4, LONGEST), 0.97), length=jnp.full((4,), LONGEST)), None, table)
-    assert draw(all_sure, rich, committed(4))[0].length.tolist() == [LONGEST] * 4
-
-
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Behind(Given):
-    """Goes on behind what it is given."""
+class Continuing(Given):
+    """Continues a draft."""
 
     @property
     def shape(self) -> DraftShape:
         return DraftShape(longest=LONGEST, max_prefix=LONGEST - 1)
 
     def draft(self, state, committed, begun):
-        own, state = super().draft(state, committed)
-        given = jnp.arange(LONGEST) < begun.length[:, None]
+        draft, state = super().draft(state, committed)
+        begins = jnp.arange(LONGEST) < begun.length[:, None]
         tokens, confidence = (jnp.pad(part, ((0, 0), (0, 1))) for part in (begun.tokens, begun.confidence))
-        tokens = jnp.where(given, tokens, own.tokens)
-        return own.replace(tokens=tokens, confidence=jnp.where(given, confidence, own.confidence)), state
+        tokens = jnp.where(begins, tokens, draft.tokens)
+        return draft.replace(tokens=tokens, confidence=jnp.where(begins, confidence, draft.confidence)), state
 
 
 @settings(max_examples=60)
@@ -287,36 +250,34 @@ def test_a_model_continues_text_that_is_surer_than_its_own_first_tokens(confiden
     """By brute force over both beginnings of each row."""
     sure = jnp.broadcast_to(jnp.asarray(confidence)[:, None], (2, LONGEST))
     text = Given(confidence=sure, length=jnp.asarray(lengths))
-    model = Behind(confidence=jnp.full((2, LONGEST), 0.9), length=jnp.full(2, LONGEST), cost=1)
+    model = Continuing(confidence=jnp.full((2, LONGEST), 0.9), length=jnp.full(2, LONGEST), cost=1)
     drafter = economic(text, model, [1, 1, 1, 1])
     state = drafter.init(2, 64)
     state = state.replace(estimate=state.estimate.replace(tokens=jnp.float32(hoped), cost=jnp.float32(1e-3)))
-    _, after = draw(drafter, state, committed(2))
+    _, after = draw(drafter, state, view(2))
     for row, length in enumerate(lengths):
         chance = float(state.chances.text.chance(sure)[row, 0])
-        behind = 1 + sum(chance**n for n in range(1, length + 1)) + chance**length * (hoped - 1)
+        continued = 1 + sum(chance**n for n in range(1, length + 1)) + chance**length * (hoped - 1)
         begun = int(after.chances.begun[row])
         assert begun in (0, length)
-        if abs(behind - hoped) > 1e-4:
-            assert bool(begun) == (0 < length < LONGEST and behind > hoped)
+        if abs(continued - hoped) > 1e-4:
+            assert bool(begun) == (0 < length < LONGEST and continued > hoped)
         assert after.model_draft.tokens[row].tolist() == [7] * begun + [8] * (LONGEST - begun)
 
 
 def test_the_model_learns_only_of_its_own_tokens():
     text = Given(confidence=jnp.full((1, LONGEST), 0.9), length=jnp.asarray([3]))
-    model = Behind(confidence=jnp.full((1, LONGEST), 0.6), length=jnp.full(1, LONGEST), cost=1)
+    model = Continuing(confidence=jnp.full((1, LONGEST), 0.6), length=jnp.full(1, LONGEST), cost=1)
     drafter = economic(text, model, [1, 1, 1, 1])
     state = drafter.init(1, 64)
     state = state.replace(estimate=state.estimate.replace(tokens=jnp.float32(1.1), cost=jnp.float32(1e-3)))
-    draft, state = draw(drafter, state, committed(1))
+    draft, state = draw(drafter, state, view(1))
     assert state.chances.begun.tolist() == [3]
-    before = committed(1)
+    before = view(1)
     right = jnp.where(jnp.arange(64) < 23, 7, 8)[None]  # by the text's tokens, and two of the model's
     for emitted, of_model in ((6, 3), (2, 0)):
         after = before.replace(tokens=right.at[0, 25].set(9), length=before.length + emitted)
-        learned = drafter.commit(
-            state, Outcome(before, after, draft, jnp.asarray([emitted - 1]), jnp.zeros((1, 1, 0, 1)))
-        ).chances
+        learned = drafter.commit(state, outcome(before, after, draft)).chances
         assert float(learned.model.tried.sum()) == of_model
         assert float(learned.text.tried.sum()) == min(emitted, 3)
 
@@ -325,26 +286,25 @@ def test_a_draft_of_both_changes_no_token():
     """A text that ends on a repetition, where the lookup's draft ends and the model goes on."""
     model = engine()
     drafter = model.build_drafter(GenerationConfig("auto"))
-    session = model.runtime.session(drafter, capacity=128)
+    session = model.runtime.session(drafter, batch=3, capacity=256)  # with the programs of the next test
     session = session.with_costs(Costs.flat(len(session.plan.widths)))
-    state, begun = session.prefill([Request(PROMPTS[0], 60)]), []
-    while (progress := session.read(state)).finish == [RUNNING]:
+    state, begun = session.prefill([Request(prompt, 60) for prompt in PROMPTS]), False
+    while RUNNING in (progress := session.read(state)).finish:
         state = session.advance(state, 1)
-        begun.append(int(state.drafter.chances.begun[0]))
-    expected = model.generate(PROMPTS[:1], method="vanilla", max_new_tokens=60, ignore_eos=True)
-    assert progress.ids[0] == expected[0].output_ids
-    assert any(begun)
+        begun |= bool(state.drafter.chances.begun.any())
+    expected = model.generate(PROMPTS, method="vanilla", max_new_tokens=60, ignore_eos=True)
+    assert progress.ids == [result.output_ids for result in expected]
+    assert begun
 
 
 def purse_after(drafter: Auto, emitted: list[list[int]], running: list[list[bool]]) -> float:
-    """What the purse has gained by rounds of plain cost that emit so many tokens; `running`: behind each."""
+    """What the purse has gained by rounds of plain cost that emit so many tokens; `running`: after each."""
     rows, stake = len(emitted[0]), 0.0
-    state, before = drafter.init(rows, 64).replace(cost=jnp.float32(1)), committed(rows)
+    state, before = drafter.init(rows, 64).replace(cost=jnp.float32(1)), view(rows)
     for counts, run in zip(emitted, running):
         after = before.replace(length=before.length + jnp.asarray(counts), running=jnp.asarray(run))
-        agreed = jnp.asarray(counts) - 1
         stake += STAKE / int(before.running.sum())
-        state = drafter.commit(state, Outcome(before, after, Draft.empty(rows, 0), agreed, jnp.zeros((rows, 1, 0, 1))))
+        state = drafter.commit(state, outcome(before, after))
         before = after
     return float(state.estimate.balance) - CREDIT / rows - stake
 
@@ -365,21 +325,16 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], list(range(3, 23)), [9]]
 
 
 @pytest.mark.parametrize("draft", [0.05, 5.0])
-@pytest.mark.parametrize(
-    "options",
-    tiers([{}, {"temperature": 0.8, "seed": 3}, {"exact": True}, {"spec_len": 4}], quick=[{}], long=[{"exact": True}]),
-)
-@pytest.mark.parametrize("make", tiers([engine, extended_engine], quick=[engine]))
-def test_no_token_changes(make, options, draft, monkeypatch):
-    model = make()
+def test_no_token_changes(draft, monkeypatch):
+    model, options = engine(), {"method": "auto", "max_new_tokens": 40, "ignore_eos": True}
     monkeypatch.setattr(cost_book, "measure", lambda session: table_for(session, draft))
     model.runtime.costs = cost_book.CostBook()
-    results = lossless(model, PROMPTS, method="auto", max_new_tokens=40, ignore_eos=True, **options)
+    results = lossless(model, PROMPTS, **options)
     assert all(result.stats.costs["draft"] == pytest.approx(draft) for result in results)
     rounds = [entry for result in results for entry in result.rounds]
     assert all(entry.expected >= 1 and entry.seconds > 0 for entry in rounds)
     assert any(entry.drafted for entry in rounds)
-    again = model.generate(PROMPTS, method="auto", max_new_tokens=40, ignore_eos=True, **options)
+    again = model.generate(PROMPTS, **options)
     assert [result.rounds for result in again] == [result.rounds for result in results]
     model.runtime.costs = cost_book.CostBook()
 
@@ -389,35 +344,95 @@ def table_for(session, draft: float) -> Costs:
     return Costs.of(1 + (rows - rows[0]) / 30, draft)
 
 
-def test_no_token_changes_on_the_ladder_of_users(users_widths):
-    """The prompt is long enough for a wide prefill, and repeats itself, so that drafts of several widths are right."""
-    model, prompt = new_engine(widths=users_widths), PROMPTS[0] * 14
-    options = {"method": "auto", "max_spec_len": 31}
-    results = lossless(model, [prompt], max_new_tokens=48, ignore_eos=True, **options)
-    made = model.runtime.plan(model.build_drafter(GenerationConfig(**options)))
-    assert made.widths == (1, 4, 8, 16, 32) and made.prefill_widths == (32, 128, 256, 512)
-    assert len({len(entry.drafted) for entry in results[0].rounds}) > 1
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"lookup_min": 0}, "--lookup-min 0: needs --drafter"),
-        ({"spec_len": 4}, "--spec-len 4: needs a drafter"),
-    ],
-)
-def test_options_of_a_drafter_that_is_not_there(options, message):
+def test_options_of_a_drafter_that_is_not_there():
     alone = FailFast(engine().target)
     assert alone.build_drafter(GenerationConfig("auto", max_spec_len=7, lookup_min=3)).max_draft == 7
-    with pytest.raises(OptionError, match=message):
-        alone.build_drafter(GenerationConfig("auto", options=options))
+    with pytest.raises(OptionError, match="--lookup-min 0: needs --drafter"):
+        alone.build_drafter(GenerationConfig("auto", lookup_min=0))
+    with pytest.raises(OptionError, match="--spec-len 4: needs a drafter"):
+        alone.build_drafter(GenerationConfig("auto", spec_len=4))
 
 
 def test_the_default_method_chooses_by_costs_and_a_named_one_does_not():
-    def made(*method, **options):
+    def kind(*method, **options):
         return type(engine().build_drafter(GenerationConfig(*method, **options)))
 
-    assert made() is made("auto", max_spec_len=20) is Auto
-    assert Auto not in (made("failfast"), made("lookup"), made("suffix"))
+    assert kind() is kind("auto", max_spec_len=20) is Auto
+    assert Auto not in (kind("failfast"), kind("lookup"), kind("suffix"))
     drafter = engine().build_drafter(GenerationConfig("auto", lookup_min=0))
     assert drafter.text is None and drafter.model is not None
+
+
+# The policy over known answers on simulated machines, beside the best of fixed ways to draft.
+
+TEXT = [5 + at % 5 for at in range(256)]
+BEGIN = 10
+LOOKUP = Lookup(min_match=1, shortest=LONGEST, max_spec_len=LONGEST)
+FIND = jax.jit(LOOKUP.find)
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class NextToken(Given):
+    """Knows the next token, and is wrong about those after it."""
+
+    def draft(self, state, committed, begun):
+        draft, state = super().draft(state, committed)
+        following = gather_window(committed.tokens, committed.length, LONGEST)
+        return draft.replace(tokens=jnp.where(jnp.arange(LONGEST) == 0, following, 1)), state
+
+
+SOURCE = {"confidence": np.full((1, LONGEST), 0.2, np.float32), "length": np.int32([3]), "cost": 1}
+SOURCE["confidence"][0, :2] = 0.9, 0.8
+
+
+def part(length: Int[Array, ""], end: int) -> Committed:
+    """An answer that ends there, as far as it is written."""
+    room, running = jnp.maximum(end - length - 1, 0)[None], (length < end)[None]
+    return committed([TEXT[:BEGIN]], len(TEXT), 0).replace(length=length[None], room=room, running=running)
+
+
+@functools.partial(jax.jit, static_argnames=("end", "prior"))
+def by_policy(costs: Costs, end: int, prior: tuple[float, ...] = MODEL_CHANCES) -> tuple[jax.Array, jax.Array]:
+    """Steps and rounds of an answer."""
+    drafter = Auto(text=LOOKUP, model=NextToken(**SOURCE), costs=costs, widths=WIDTHS, prior=prior).with_costs(costs)
+
+    def body(carry):
+        length, state, steps, rounds = carry
+        before = part(length, end)
+        draft, drafted = drafter.draft(state, before)
+        following = gather_window(before.tokens, before.length, LONGEST)
+        agreed = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, end - length), following)
+        now = length + jnp.minimum(agreed[0] + 1, end - length)
+        return now, drafter.commit(drafted, outcome(before, part(now, end), draft)), steps + drafted.cost, rounds + 1
+
+    start = (jnp.int32(BEGIN), drafter.init(1, len(TEXT)), jnp.float32(0), jnp.int32(0))
+    return jax.lax.while_loop(lambda carry: carry[0] < end, body, start)[2:]
+
+
+def by_rule(verify: list[float], longest: int, end: int) -> float:
+    """Steps of a lookup that drafts so many tokens after any match."""
+    at, steps = BEGIN, 0.0
+    while at < end:
+        draft, matched = FIND(part(jnp.int32(at), len(TEXT)))
+        drafted = longest if int(matched[0]) else 0
+        right = int(np.cumprod(np.asarray(draft.tokens[0, :drafted]) == TEXT[at : at + drafted]).sum())
+        steps += verify[next(rung for rung, width in enumerate(WIDTHS) if width > drafted)]
+        at += min(right, end - at - 1) + 1
+    return steps
+
+
+def test_the_policy_drafts_what_pays():
+    assert [float(n) for n in by_policy(Costs.of([1, 50, 60, 70], 40.0), 46)] == [36, 36]
+    flat = Costs.of([1, 1, 1, 1], 0.1)
+    assert by_policy(flat, 46, prior=(1e-6,) * BINS)[0] >= by_policy(flat, 46)[0]
+    steps, rounds = by_policy(Costs.flat(4), 46)
+    assert float(steps) == int(rounds) < 8
+
+
+@pytest.mark.parametrize("verify_8", [1.0, 4.0])
+def test_the_policy_beside_the_best_fixed_setting(verify_8):
+    """On a text that repeats itself; verifies grow like the rows to the power of 0.6, as on the CPUs measured."""
+    verify = [1 + (verify_8 - 1) * ((width - 1) / 7) ** 0.6 for width in WIDTHS]
+    steps, _ = by_policy(Costs.of(verify, 0.3), 240)
+    best = min(by_rule(verify, longest, 240) for longest in (3, 7, 15))
+    assert best / float(steps) > 0.9 and float(steps) < 230  # those of plain decoding

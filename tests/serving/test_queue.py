@@ -311,7 +311,7 @@ def test_requests_are_begun_in_order_of_arrival(scheduler):
     assert all(len(answer.result().output_ids) == 8 for answer in answers)
 
 
-@pytest.mark.parametrize("place", ["session.advance", "session.rounds_of", "single.chunks_of", "single.start"])
+@pytest.mark.parametrize("place", ["session.advance", "session.rounds_of", "single.chunks", "single.start"])
 def test_a_thread_that_fails_ends_all_requests(monkeypatch, place):
     """Also the one whose prefill failed, and the one whose answer had just ended."""
     work = Queue(engine(), config("lookup", exact=True), batch=3, capacity=CAPACITY)

@@ -2,6 +2,7 @@
 
 import collections
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -72,18 +73,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def golden_model():
     """Golden models by folder name, loaded once."""
-    models = {}
-
-    def get(name: str):
-        if name not in models:
-            models[name] = load_model(GOLDEN / name)
-        return models[name]
-
-    return get
+    return functools.cache(lambda name: load_model(GOLDEN / name))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def same_costs_everywhere(request):
+def same_costs_everywhere():
     """Costs of rounds are constants, except in tests of their measurement."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_book, "measure", lambda session: cheap_rows(session.plan.widths))

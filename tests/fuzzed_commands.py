@@ -20,6 +20,7 @@ from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
 from fuzzed_inputs import TEXTS
 from paper_records import answer
 
+from failfast_jax.bench.answer_log import RECORDS, AnswerLog
 from failfast_jax.errors import CheckpointError
 
 WORDS = ("", "x", "1e9", "nan", "inf", "-inf", "\u0000", "é", "\udcff", "auto", "2" * 30)
@@ -28,6 +29,8 @@ FILES = ("absent.json", "prompts.jsonl", "prompt.txt", "whole.gguf", "model", "r
 """In the folder where a command runs, or not there."""
 NAMES = ("lookup", "failfast", "dllm", "eagle3", "humaneval", "gsm8k", "7", "1,2", "vanilla,lookup", *FILES)
 """Values that some flag takes."""
+CONTENTS = (b"", b" \n", b"a", b"\xff", "\ufeff\u00e9".encode(), b"\0", b"\xed\xa0\xbd", b"\xc3")
+"""Of `prompt.txt`."""
 IDS = ("1,2,3", "1,2,3", "1,,2", ",", "1 2", "1.0", "-1", "9" * 5000, "\u0663", "0x1", "1,\ud83d")
 
 PROGRAMS = ("failfast_jax.generate", "failfast_jax.serve", "failfast_jax.chat", "failfast_jax.doctor")
@@ -156,8 +159,6 @@ class CommandLines:
     """Commands run in a folder that has a file of each kind."""
 
     def __init__(self, folder: Path):
-        from failfast_jax.bench.answer_log import RECORDS, AnswerLog
-
         self.folder = folder / "commands"
         (self.folder / "run").mkdir(parents=True)
         for name, source in {"model": "qwen2_untied", **{source: source for source in SOURCES.values()}}.items():
@@ -171,14 +172,6 @@ class CommandLines:
             log.append(record)
         stop_at_models()
 
-    def prompt_file(self, rng: random.Random) -> Path:
-        """A file for `--prompt-file`, or no such file."""
-        path = self.folder / "prompt.txt"
-        contents = (b"", b" \n", b"a", b"\xff", "\ufeff\u00e9".encode(), b"\0", b"\xed\xa0\xbd", b"\xc3")
-        path.write_bytes(rng.choice(contents))
-        others = (self.folder, self.folder / "absent", self.folder / "a\0b", Path("/dev/null"))
-        return rng.choice([path, path, path, *others])
-
     def _arguments(self, rng: random.Random, command: str) -> list[str]:
         """Flags of which some are needed, in any order."""
         flags = [action for action in flags_of(command) if action.dest != "verbosity" or rng.random() < 0.1]
@@ -191,9 +184,10 @@ class CommandLines:
             places = [action for action in chosen if not action.option_strings]
             words += [word for action in (*needed, *places) if rng.random() < 0.9 for word in words_of(rng, action)]
         if command == "failfast_jax.generate" and rng.random() < 0.5:
+            (self.folder / "prompt.txt").write_bytes(rng.choice(CONTENTS))
             prompt = ["--prompt", rng.choice([*TEXTS, "x" * 10**5, "x" * (2**24 + 1)])]
-            file, ids = ["--prompt-file", str(self.prompt_file(rng))], ["--token-ids", rng.choice(IDS)]
-            words = [*rng.choice([prompt, file, ids]), *words[2:]]
+            file = ["--prompt-file", rng.choice(["prompt.txt", "prompt.txt", *FILES, "a\0b", "/dev/null"])]
+            words = [*rng.choice([prompt, file, ["--token-ids", rng.choice(IDS)]]), *words[2:]]
         if words and rng.random() < 0.1:
             words[rng.randrange(len(words))] = rng.choice([*WORDS, "--", "--x", "-x", "--=", "--out="])
         return words
@@ -201,30 +195,25 @@ class CommandLines:
     def line(self, rng: random.Random) -> None:
         """A command ends where it would read models, with an answer, or with a line of what is wrong and status 2."""
         command = rng.choice(commands())
-        module, *words = command.split()
-        words += self._arguments(rng, command)
-        status, shown = status_and_said(module, words, self.folder)
+        words = [*command.split(), *self._arguments(rng, command)]
+        with contextlib.chdir(self.folder):
+            status, shown = status_and_errors(*words)
         # The doctor's 1 says that what it was asked about is broken.
-        fine = (0, 2) if module != "failfast_jax.doctor" else (0, 1, 2)
-        assert status in fine and "Traceback" not in shown and "unexpected" not in shown, (
-            command,
-            words,
-            status,
-            shown,
-        )
+        fine = (0, 2) if command != "failfast_jax.doctor" else (0, 1, 2)
+        assert status in fine and "Traceback" not in shown and "unexpected" not in shown, (words, status, shown)
         if status == 2:
             errors = [line for line in shown.split("\n") if line.startswith("error: ")]
-            assert len(errors) == 1 and "usage: " not in shown, (command, words, shown)
+            assert len(errors) == 1 and "usage: " not in shown, (words, shown)
             if REACHED not in shown:
                 raise Refused(shown)
 
 
-def status_and_said(module: str, words: list[str], folder: Path) -> tuple[Any, str]:
-    """Exit status and stderr of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+def status_and_errors(module: str, *words: str) -> tuple[Any, str]:
+    """Exit status and stderr of a command in this process."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         try:
-            status = main_of(module)(words)
+            status = main_of(module)([*words])
         except SystemExit as error:
             status = error.code
     return status, err.getvalue()

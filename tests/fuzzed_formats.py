@@ -18,6 +18,11 @@ import gguf
 import numpy as np
 from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
 
+from failfast_jax.checkpoints.checkpoint import open_checkpoint
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.errors import InputError
+from failfast_jax.models.rope import rope_frequencies
+
 LONGEST_MESSAGE = 4500
 INTEGERS = (0, -1, 1, 2, 3, 7, 64, 4096, 4097, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**70, -(2**70))
 INTEGERS += (10**400,)
@@ -55,11 +60,11 @@ def restructured(rng: random.Random, value: Any, depth: int = 0) -> Any:
     return odd(rng)
 
 
-def mangled(rng: random.Random, data: bytes, reach: int) -> bytes:
-    """Bytes with a few of the first `reach` changed, left out or repeated."""
+def mangled(rng: random.Random, data: bytes, share: float) -> bytes:
+    """In a `share` of cases, the bytes with a few changed, left out or repeated."""
     data = bytearray(data)
-    for _ in range(rng.choice([1, 1, 2, 5])):
-        at = rng.randrange(min(len(data), reach))
+    for _ in range(rng.choice([1, 1, 2, 5]) if rng.random() < share else 0):
+        at = rng.randrange(len(data))
         way = rng.random()
         if way < 0.5:
             data[at] = rng.choice([0, 1, 9, 0x22, 0x7F, 0x80, 0xFF, rng.randrange(256)])
@@ -84,8 +89,6 @@ def digits(text: str, rng: random.Random) -> str:
 @contextlib.contextmanager
 def refused_in_a_line(path: Path) -> Iterator[None]:
     """Inside, an error is one of the project's, in a line of bounded length that names the file or folder."""
-    from failfast_jax.errors import InputError
-
     try:
         yield
     except Exception as error:
@@ -97,10 +100,6 @@ def refused_in_a_line(path: Path) -> Iterator[None]:
 
 def opened(path: Path) -> None:
     """Reads a checkpoint, weights and tokenizer included where they are of the size that they were."""
-    from failfast_jax.checkpoints.checkpoint import open_checkpoint
-    from failfast_jax.checkpoints.tokenizer import load_tokenizer
-    from failfast_jax.models.rope import rope_frequencies
-
     with refused_in_a_line(path):
         source = open_checkpoint(path)
         source.check()
@@ -127,28 +126,6 @@ class Formats:
         self.weights = weights
         self.metadata, self.tensors, self.gguf_data = gguf_parts(write_gguf(self.gguf, name, extra=gguf_tokenizer))
 
-    def folder_bytes(self, rng: random.Random) -> None:
-        """`config.json` or a header of `model.safetensors`, with some bytes damaged or a name twice."""
-        text, weights = json.dumps(self.config), self.weights
-        if (way := rng.random()) < 0.4:
-            text = mangled(rng, text.encode(), len(text)).decode("utf-8", "replace")
-        elif way < 0.8:
-            weights = mangled(rng, weights, len(weights) - len(self.data))
-        else:
-            first, second = rng.sample([name for name in self.header if name != "__metadata__"], 2)
-            twice = (
-                json.dumps(self.header).encode()[:-1] + b", " + json.dumps({first: self.header[second]}).encode()[1:]
-            )
-            weights = len(twice).to_bytes(8, "little") + twice + self.data
-        (self.folder / "config.json").write_text(text)
-        self.file.write_bytes(weights)
-        opened(self.folder)
-
-    def gguf_bytes(self, rng: random.Random) -> None:
-        """A GGUF header with some bytes damaged."""
-        self.gguf.write_bytes(mangled(rng, gguf_bytes(self.metadata, self.tensors, self.gguf_data), 4000))
-        opened(self.gguf)
-
     def config_json(self, rng: random.Random) -> None:
         """`config.json`, or `generation_config.json`."""
         raw, file = dict(self.config), "config.json"
@@ -157,9 +134,9 @@ class Formats:
             raw, file = {"eos_token_id": [1, 2], "pad_token_id": 0}, "generation_config.json"
         (self.folder / "config.json").write_text(json.dumps(self.config))
         (self.folder / "generation_config.json").unlink(missing_ok=True)
-        for _ in range(rng.choice([1, 1, 2, 3])):
+        for _ in range(rng.choice([0, 1, 1, 2, 3])):
             raw = restructured(rng, raw)
-        (self.folder / file).write_text(digits(json.dumps(raw), rng))
+        (self.folder / file).write_bytes(mangled(rng, digits(json.dumps(raw), rng).encode(), 0.3))
         self.file.write_bytes(self.weights)
         opened(self.folder)
 
@@ -181,7 +158,7 @@ class Formats:
             header[name] = header[name] | {field: value}
         else:
             header = restructured(rng, header)
-        text = digits(json.dumps(header), rng).encode()
+        text = mangled(rng, digits(json.dumps(header), rng).encode(), 0.3)
         length = rng.choice([len(text)] * 30 + [0, 1, 2**31, 2**63, 2**64 - 1, len(text) - 1, len(text) + 10**6])
         self.file.write_bytes(length.to_bytes(8, "little") + text + self.data)
         opened(self.folder)
@@ -191,7 +168,8 @@ class Formats:
         changed = restructured(rng, self.metadata | {"tensors": self.tensors})
         metadata = changed if isinstance(changed, dict) else self.metadata
         tensors = metadata.pop("tensors", self.tensors)
-        self.gguf.write_bytes(gguf_bytes(metadata, tensors if isinstance(tensors, list) else [], self.gguf_data))
+        header = gguf_header(metadata, tensors if isinstance(tensors, list) else [])
+        self.gguf.write_bytes(mangled(rng, header, 0.3) + self.gguf_data)
         opened(self.gguf)
 
 
@@ -236,21 +214,20 @@ def gguf_value(value: Any) -> tuple[int, bytes]:
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
     if isinstance(value, float):
-        with np.errstate(over="ignore"):
-            return 6, struct.pack("<f", np.float32(value))
+        return 6, struct.pack("<f", value)
     kind, code = (4, "I") if 0 <= value < 2**32 else (11, "q") if value < 0 else (10, "Q")
     return kind, struct.pack("<" + code, value)
 
 
-def gguf_bytes(metadata: dict[str, Any], tensors: list[Any], data: bytes) -> bytes:
-    """A GGUF file; what cannot be written is left out, and still counted."""
+def gguf_header(metadata: dict[str, Any], tensors: list[Any]) -> bytes:
+    """The beginning of a GGUF file; what cannot be written is left out, and still counted."""
     out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
-        with contextlib.suppress(TypeError, struct.error, UnicodeEncodeError):
+        with contextlib.suppress(TypeError, struct.error, OverflowError, UnicodeEncodeError):
             kind, content = gguf_value(value)
             out += gguf_text(key) + struct.pack("<I", kind) + content
     for tensor in tensors:
         with contextlib.suppress(TypeError, ValueError, AttributeError, struct.error):
             name, sizes, kind, offset = tensor
             out += gguf_text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
-    return out + bytes(-len(out) % 32) + data
+    return out + bytes(-len(out) % 32)

@@ -25,7 +25,8 @@ from typing import Any
 import fuzzed_formats
 import fuzzed_inputs
 from fuzzed_commands import CommandLines, Reached, Refused
-from fuzzed_formats import mangled, restructured
+
+from failfast_jax import template_rendering
 
 SLOWEST_S = 20
 """No input may take longer. (Generous: the machine may be busy.)"""
@@ -45,14 +46,16 @@ def said_by_us(error: Exception) -> bool:
 def run(
     cases: dict[str, Case], seed: int, *, count: int | None = None, seconds: float | None = None, first: int = 0
 ) -> dict[str, Any]:
-    """Runs the cases in turn, from the number `first` on, until there were `count` inputs, or for so many seconds.
+    """Runs the cases in turn, from the number `first` on, until there were `count` inputs, or for so many seconds. A
+    third of them are command lines, which are of many commands.
 
     Returns:
       How many inputs were served and refused by case, and `faults`: what was neither, with the seed of each.
     """
     outcomes, took, faults, begin, number = Counter(), Counter(), [], time.monotonic(), first
+    names = [*cases, *[COMMAND_LINE] * (len(cases) // 2)] if COMMAND_LINE in cases else list(cases)
     while number - first < (count or sys.maxsize) and time.monotonic() - begin < (seconds or float("inf")):
-        name = list(cases)[number % len(cases)]
+        name = names[number % len(names)]
         start = time.monotonic()
         try:
             cases[name](random.Random(f"{seed} {number}"))
@@ -76,29 +79,22 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
     Args:
       alone: what this one does not need is left out.
     """
-    from checkpoint_files import write_gguf
-
-    from failfast_jax import template_rendering
-
     template_rendering.SECONDS, template_rendering.MEMORY = 0.3, 2**28
     sys.stdin = io.StringIO("a prompt")
     commands = {COMMAND_LINE: CommandLines(folder).line}
     if alone == COMMAND_LINE:  # the others read and compile models
         return commands
     formats = fuzzed_formats.Formats(folder)
-    write_gguf(folder / "whole.gguf", "qwen2_untied")
-    small = fuzzed_inputs.SmallFiles(folder, restructured, mangled)
-    tokenizers = fuzzed_inputs.Tokenizers(folder, restructured, mangled)
+    small = fuzzed_inputs.SmallFiles(folder)
+    tokenizers = fuzzed_inputs.Tokenizers(folder)
     return commands | {
-        "bytes of a folder": formats.folder_bytes,
-        "bytes of GGUF": formats.gguf_bytes,
-        "structure of config.json": formats.config_json,
-        "structure of safetensors": formats.safetensors,
-        "structure of GGUF": formats.gguf_file,
+        "config.json": formats.config_json,
+        "safetensors": formats.safetensors,
+        "GGUF": formats.gguf_file,
         "tokenizer": tokenizers.files_changed,
         "template": tokenizers.template,
         "prompt": fuzzed_inputs.Prompts().prompt,
-        "drafter": fuzzed_inputs.Drafters(folder, restructured).config,
+        "drafter": fuzzed_inputs.Drafters(folder).config,
         "--costs": small.costs,
         "--config": small.config,
         "records": small.records,

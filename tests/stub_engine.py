@@ -14,6 +14,7 @@ from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast, Result, Round, Stats
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 from failfast_jax.options import flag_of
+from failfast_jax.results import RowLog
 
 
 class StubTokenizer:
@@ -84,22 +85,11 @@ class StubEngine(FailFast):
             emitted = ids[done : done + accepted + 1]
             rounds.append(Round(ids[:length], [0.5] * length, accepted, emitted, length // 2))
             done += len(emitted)
-        stats = Stats(
-            rounds=len(rounds),
-            drafted=length * len(rounds),
-            accepted=sum(r.accepted for r in rounds),
-            drafter_passes=sum(r.passes for r in rounds),
-            target_passes=len(rounds),
-            load_s=0.0,
-            compile_s=0.0,
-            prefill_s=0.5,
-            # Drafts cost a tenth of a step a token: six or seven tokens a round are best here.
-            decode_s=len(rounds) * (1.0 + 0.1 * length),
-            tokens_per_s=1.0,
-            compiles=int(compiled),
-            cache_hits=0,
-            host_syncs=3,
-        )
+        times = {"load_s": 0.0, "compile_s": 0.0, "prefill_s": 0.5, "tokens_per_s": 1.0}
+        # Drafts cost a tenth of a step a token: six or seven tokens a round are best here.
+        times["decode_s"] = len(rounds) * (1.0 + 0.1 * length)
+        log = RowLog(rounds, drafter_passes=sum(r.passes for r in rounds), target_passes=len(rounds))
+        stats = Stats.of(log, **times, compiles=int(compiled), cache_hits=0, host_syncs=3)
         return Result(list(prompt), ids, self.tokenizer.decode(ids), "eos", config.method, stats, rounds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import subprocess
@@ -13,40 +14,30 @@ from pathlib import Path
 import jax
 import pytest
 from checkpoint_files import run_python
-from fuzzed_commands import ENOUGH, commands, main_of
+from fuzzed_commands import ENOUGH, commands, status_and_errors
 
-from convert import qwen2
-from failfast_jax import chat, doctor, generate
+from failfast_jax import doctor
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.errors import OptionError
-from failfast_jax.harness.__main__ import main as harness
-from failfast_jax.train.__main__ import main as train
 from failfast_jax.util import command_line, hardware
 
 JOINING = "error: --distributed nowhere: expected HOST:PORT,N,I"
-MISSPELT = [
-    (generate.main, "--max-new-token 5 --prompt x", "--max-new-token: no such flag; did you mean --max-new-tokens?"),
-    (generate.main, "--promt=x", "--promt: no such flag; did you mean --prompt"),
-    (generate.main, "--xyzzy", "--xyzzy: no such flag; python -m failfast_jax.generate --help lists the flags"),
-    (chat.main, "--sytem x", "--sytem: no such flag; did you mean --system?"),
-    (qwen2.main, "in out --dtyp float32", "--dtyp: no such flag; did you mean --dtype?"),
-    (bench, "run --limits 3", "--limits: no such flag; did you mean --limit?"),
-    (harness, "walk", "argument subcommand: invalid choice: 'walk'"),
-]
+MISSPELT = {
+    "failfast_jax.generate --max-new-token 5": "--max-new-token: no such flag; did you mean --max-new-tokens?",
+    "failfast_jax.generate --promt=x": "--promt: no such flag; did you mean --prompt",
+    "failfast_jax.generate --xyzzy": "--xyzzy: no such flag; python -m failfast_jax.generate --help lists the flags",
+    "failfast_jax.bench run --limits 3": "--limits: no such flag; did you mean --limit?",
+    "failfast_jax.bench rn --out x": "rn: no such command; did you mean run? (",
+    "failfast_jax.train selfgn --out x": "selfgn: no such command; did you mean selfgen? (",
+    "failfast_jax.harness walk": "argument subcommand: invalid choice: 'walk'",
+}
 
 
-@pytest.mark.parametrize("main, words, message", MISSPELT, ids=[words for _, words, _ in MISSPELT])
-def test_misspelt_flags(main, words, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(words.split())
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize("main, word, command", [(bench, "rn", "run"), (train, "selfgn", "selfgen")])
-def test_misspelt_commands(main, word, command, capsys):
-    assert main([word, "--out", "x"]) == command_line.USAGE_ERROR
-    assert capsys.readouterr().err.startswith(f"error: {word}: no such command; did you mean {command}? (")
+@pytest.mark.parametrize("words, message", MISSPELT.items(), ids=MISSPELT)
+def test_misspelt_flags_and_commands(words, message):
+    status, errors = status_and_errors(*words.split())
+    [line] = errors.splitlines()
+    assert status == command_line.USAGE_ERROR and line.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("raised, status", [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
@@ -63,15 +54,13 @@ def test_signals_that_a_library_wraps(raised, status, capsys):
     assert "while reading" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("main, words", [(doctor.main, ""), (qwen2.main, "nowhere out")])
-def test_an_unexpected_error_is_a_line_and_with_debug_a_traceback(main, words, monkeypatch, capsys):
+def test_an_unexpected_error_is_a_line_and_with_debug_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "work", lambda args: 1 / 0)
-    monkeypatch.setattr("convert.conversion.convert", lambda *_, **__: 1 / 0)
-    assert main(words.split()) == command_line.UNEXPECTED
+    assert doctor.main([]) == command_line.UNEXPECTED
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("unexpected error: ZeroDivisionError: ") and "--debug" in second
     with pytest.raises(ZeroDivisionError):
-        main([*words.split(), "--debug"])
+        doctor.main(["--debug"])
     assert command_line.run(lambda: 1 / 0) == command_line.UNEXPECTED and "--debug" not in capsys.readouterr().err
 
 
@@ -79,14 +68,8 @@ COMMANDS = {*commands(), "tpu_scripts.aot_report", "tpu_scripts.first_ten_minute
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
-    module, *words = name.split()
-    words += [*ENOUGH.get(name, []), "--distributed", "nowhere"]
-    try:
-        status = main_of(module)(words)
-    except SystemExit as ended:
-        status = ended.code
-    line = capsys.readouterr().err
+def test_every_command_runs_on_several_hosts_or_says_what_to_do(name):
+    status, line = status_and_errors(*name.split(), *ENOUGH.get(name, []), "--distributed", "nowhere")
     assert status == command_line.USAGE_ERROR
     alone = any(part in name for part in ("chat", "spiffy", "micro", "paper", "convert", "aot_report", "first_ten"))
     assert line.startswith("error: --distributed: no such flag" if alone else JOINING), line
@@ -98,41 +81,44 @@ def test_a_command_for_one_host_on_a_pod(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: this TPU slice has 4 hosts, and this command runs in one process")
 
 
-@pytest.mark.parametrize("lines", [1, 10**6])
-def test_a_full_stdout_is_an_error_and_a_closed_one_ends_quietly(lines):
-    code = f"import sys; from failfast_jax.util.command_line import run; sys.exit(run(lambda: print('x\\n' * {lines})))"
+def test_a_full_stdout_is_an_error_and_a_closed_one_ends_quietly():
+    """Found at the end for a line, and while printing for a million."""
+    code = "import sys; from failfast_jax.util.command_line import run; sys.exit(run(lambda: print('x\\n' * {lines})))"
 
-    def run(stdout) -> tuple[int, str]:
-        options = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-        done = subprocess.run([sys.executable, "-c", code], check=False, **options)
+    def run(lines: int, stdout) -> tuple[int, str]:
+        command = [sys.executable, "-c", code.format(lines=lines)]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
         return done.returncode, done.stderr
 
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:
-            status, line = run(full)
+            status, line = run(1, full)
         assert status == command_line.USAGE_ERROR and line.startswith("error: [Errno 28] No space left on device")
     reader, writer = os.pipe()
     os.close(reader)
-    assert run(writer) == (command_line.NO_READER, "")
+    assert run(10**6, writer) == (command_line.NO_READER, "")
     os.close(writer)
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape", "replace"])
-@pytest.mark.parametrize("encoding", ["ascii", "koi8-r", "utf-16-le"])
-def test_text_that_stdout_cannot_show_is_escaped(encoding, errors, monkeypatch):
+def test_text_that_stdout_cannot_show_is_escaped(errors, monkeypatch):
     """Unless the user chose another way."""
     text, buffer = "日本 🙂 é", io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding=encoding, errors=errors))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="koi8-r", errors=errors))
     assert command_line.run(lambda: print(text)) == 0
-    shown = f"{text}\n".encode(encoding, "replace" if errors == "replace" else "backslashreplace")
+    shown = f"{text}\n".encode("koi8-r", "replace" if errors == "replace" else "backslashreplace")
     assert buffer.getvalue() == shown
 
 
-@pytest.mark.parametrize("main", [generate.main, chat.main, doctor.main, bench])
-def test_help_and_versions_are_plain(main, capsys):
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.mark.parametrize("name", PROJECT["scripts"])
+def test_installed_scripts_have_plain_help_and_versions(name, capsys):
+    module, function = PROJECT["scripts"][name].split(":")
     for flag, begins in (("--help", "usage: "), ("--version", "failfast-jax ")):
         with pytest.raises(SystemExit, match="0"):
-            main([flag])
+            getattr(importlib.import_module(module), function)([flag])
         text = capsys.readouterr().out
         assert text.startswith(begins) and text.isascii() and (flag == "--help" or jax.__version__ in text)
 
@@ -172,7 +158,6 @@ def test_a_tpu_that_is_not_there(platforms, monkeypatch):
 
 @pytest.mark.parametrize("platform, plugins", [("tpu", ["tpu"]), ("gpu", ["cuda", "cuda12"])])
 def test_the_extras_that_are_named_exist(platform, plugins):
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
     for plugin in plugins:
-        assert plugin in hardware.INSTALL[platform] and extras[plugin][0].startswith("jax[")
+        assert plugin in hardware.INSTALL[platform]
+        assert PROJECT["optional-dependencies"][plugin][0].startswith("jax[")

@@ -1,119 +1,30 @@
-"""Docstrings and pages: complete, and about code that exists."""
+"""Pages: complete, and about code, files, flags and messages that exist."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import importlib.util
-import itertools
 import json
+import os
 import re
+import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from unittest import mock
 
-import failfast_jax
-from failfast_jax import decoding, results
+import pytest
+from fuzzed_commands import main_of
+
+from failfast_jax import drafters
 from failfast_jax.drafters import all_options
-from failfast_jax.runtime.session import Progress
-from failfast_jax.serving.queue import Queue
+from failfast_jax.util.command_line import Parser
 
 ROOT = Path(__file__).parents[1]
-
-
-class Public(NamedTuple):
-    """A module, class, function or method that has no underscore in front, and the class that it stands in."""
-
-    where: str
-    name: str
-    inside: ast.ClassDef | None
-    node: ast.Module | ast.ClassDef | ast.FunctionDef
-
-
-def publics() -> Iterator[Public]:
-    """Everything public in `failfast_jax`; functions inside functions are not."""
-    for path in sorted((ROOT / "failfast_jax").rglob("*.py")):
-        module = ast.parse(path.read_text(encoding="utf-8"))
-        yield Public(f"{path.relative_to(ROOT)}", path.stem, None, module)
-        yield from members(path, module, None)
-
-
-def members(path: Path, scope: ast.Module | ast.ClassDef, inside: ast.ClassDef | None) -> Iterator[Public]:
-    for node in scope.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
-            yield Public(f"{path.relative_to(ROOT)}:{node.lineno}", node.name, inside, node)
-            if isinstance(node, ast.ClassDef):
-                yield from members(path, node, node)
-
-
-def test_every_public_name_has_a_docstring():
-    """A method needs none if one of its name has one: that of its base or protocol."""
-    described = {public.name for public in publics() if public.inside and ast.get_docstring(public.node)}
-    missing = [
-        f"{public.where}: {public.name}"
-        for public in publics()
-        if not ast.get_docstring(public.node) and not (public.inside and public.name in described)
-    ]
-    assert len(described) > 100 and not missing, "\n".join(missing)
-
-
-def parameters(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
-    """Names of a function's parameters; of a class those of its `__init__`, or its fields."""
-    if isinstance(node, ast.ClassDef):
-        inits = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-        if not inits:
-            return {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
-        [node] = inits
-    return {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
-
-
-def described_arguments(docstring: str) -> list[str]:
-    """The names before the colons of the section `Args:`."""
-    section = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
-    if section is None:
-        return []
-    indent = re.match(" *", section[1])[0]
-    return [line.split(":")[0].strip(" *") for line in re.findall(rf"^{indent}(\S.*)", section[1], re.MULTILINE)]
-
-
-def test_docstrings_describe_parameters_that_exist():
-    """One by one, by name: two in one entry are a parameter that does not exist."""
-    wrong, count = [], 0
-    for path in sorted(path for folder in ("failfast_jax", "convert") for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                names = described_arguments(ast.get_docstring(node) or "")
-                count += len(names)
-                unknown = [name for name in names if name not in parameters(node)]
-                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}: {name!r}" for name in unknown]
-    assert count > 300
-    assert not wrong, "\n".join(wrong)
-
-
-def undescribed(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
-    """Parameters and fields that neither the docstring, a string after the field nor its `option` describes."""
-    described = set(re.findall(r"\w+", ast.get_docstring(node) or ""))
-    for field, following in itertools.pairwise(node.body):
-        if isinstance(field, ast.AnnAssign) and (
-            ast.unparse(following).startswith(("'", '"')) or "option(" in ast.unparse(field)
-        ):
-            described.add(field.target.id)
-    everywhere = {"self", "cls", "batch", "target", "drafter", "state", "memory"}
-    return [f"{node.name}: {name}" for name in sorted(parameters(node) - described - everywhere)]
-
-
-def test_exported_names_describe_their_parameters():
-    """Those of `failfast_jax` and `failfast_jax.decoding`, their documented methods, and what they return."""
-    exported = [getattr(module, name) for module in (failfast_jax, decoding) for name in module.__all__]
-    exported = [each for each in exported if not isinstance(each, str)]
-    exported += [results.Stats, results.Round, Progress, Queue]
-    places = {(each.__module__.replace(".", "/"), each.__name__) for each in exported}
-    everything = list(publics())
-    nodes = [each.node for each in everything if (each.where.partition(".py")[0], each.name) in places]
-    assert len(nodes) >= len(places) > 30
-    methods = [each.node for each in everything if each.inside in nodes and ast.get_docstring(each.node)]
-    wrong = [line for node in (*nodes, *methods) for line in undescribed(node)]
-    assert not wrong, "\n".join(wrong)
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tpu_scripts/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
 def texts() -> list[str]:
@@ -168,10 +79,6 @@ def test_the_tests_that_are_named_exist():
             assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), f"{page.name}: {path}::{name}"
 
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tpu_scripts/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
-
-
 def test_files_that_pages_name_exist():
     """Python files in backticks, from the root or from the package; `NAME.py` stands for any."""
     paths = {page: re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")) for page in PAGES}
@@ -189,13 +96,66 @@ def test_files_that_pages_name_exist():
 
 def test_the_reference_has_a_table_of_every_method_s_options():
     """The site's hook makes the tables from the dataclasses: name and default of every option, its help and bounds."""
-    spec = importlib.util.spec_from_file_location("option_tables", ROOT / "docs" / "option_tables.py")
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    page = hook.on_page_markdown((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), page=None)
-    assert hook.MARK not in page
+    hook = runpy.run_path(str(ROOT / "docs" / "option_tables.py"))
+    page = hook["on_page_markdown"]((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), page=None)
+    assert hook["MARK"] not in page
     for method, options in all_options().items():
         section = page.partition(f"#### `{method}`")[2].partition("####")[0]
         rows = re.findall(r"^\| `(\w+)` \| (?:`.+`)? \| .*\w.* \|$", section, re.MULTILINE)
         assert rows == [field.name for field in dataclasses.fields(options)]
     assert "| `tau` | `0.45` | confidence below which a draft stops growing; from 0 to 1 |" in page
+
+
+# Commands in the pages.
+
+
+class Parsed(BaseException):
+    """The arguments are right; nothing is run."""
+
+
+def commands(page: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, text, and whether it stands in a block (else in a sentence, where arguments may be left out)."""
+    text = page.read_text(encoding="utf-8")
+    start = r"python -m (?:failfast_jax|convert|tpu_scripts)\b"
+    for block in re.finditer(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        body = block.group(1).replace("\\\n", "  ")
+        for command in re.finditer(rf"{start}[^\n]*", body):
+            yield text[: block.start(1)].count("\n") + body[: command.start()].count("\n") + 1, command.group(), True
+    prose = re.sub(r"^```.*?^```", lambda m: "\n" * m.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    for span in re.finditer(r"`([^`]+)`", prose):
+        for command in re.finditer(rf"{start}.*", span.group(1), re.DOTALL):
+            yield prose[: span.start()].count("\n") + 1, " ".join(command.group().split()), False
+
+
+ALL_COMMANDS = [
+    pytest.param(text, whole, id=f"{page.name}:{line}") for page in PAGES for line, text, whole in commands(page)
+]
+assert len(ALL_COMMANDS) >= 20
+
+
+@pytest.mark.parametrize("command, whole", ALL_COMMANDS)
+def test_commands_in_the_pages_parse(command, whole, monkeypatch):
+    without_dots = re.sub(r"(?<=\s)(\.\.\.|…)(?=\s|$)", "", re.split(r" (?:&&|\|) ", command)[0])
+    words = shlex.split(without_dots, comments=True)
+    module, arguments = words[2], words[3:]
+    if not whole and not arguments:
+        assert importlib.util.find_spec(module), module
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, *args):
+        parse(self, *args)
+        raise Parsed
+
+    def refuse(self, message):
+        if not whole and "arguments are required" in message:
+            raise Parsed
+        raise AssertionError(f"{command}\n{message}")
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    for parser in (argparse.ArgumentParser, Parser):
+        monkeypatch.setattr(parser, "error", refuse)
+    # `docs/add-a-method.md` adds this one.
+    monkeypatch.setitem(drafters.METHODS, "repeat", drafters.METHODS["lookup"])
+    with mock.patch.dict(os.environ), pytest.raises(Parsed):
+        main_of(module)(arguments)

@@ -28,7 +28,6 @@ def run_json(*args: str) -> dict:
     return json.loads(out.getvalue())
 
 
-SHORT = ["--spec-len", "5", "--max-spec-len", "15"]
 COMMON = ["--target", TARGET, "--token-ids", PROMPT, "--max-new-tokens", "40"]
 
 
@@ -37,34 +36,14 @@ def vanilla() -> dict:
     return run_json(*COMMON, "--method", "vanilla")
 
 
-def test_an_error_is_one_line_and_auto_says_what_it_lacks(capsys):
-    words = ["--target", "./nowhere", "--prompt", "x"]
-    assert main(words) == 2
-    error = "error: --target ./nowhere: no such file or folder"
-    assert capsys.readouterr().err.splitlines() == [error]
-    assert main([*words, "--method", "lookup", "--policy", "fixed"]) == 2  # a former option, without effect
-    assert capsys.readouterr().err.splitlines() == [error]
-    assert main([*COMMON, "--max-new-tokens", "1"]) == 0
-    assert "no --drafter: --method auto drafts from the text alone" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--drafter", DRAFTER, "--method", "failfast", *SHORT],
-        ["--drafter", TARGET, "--method", "ar", "--dynamic", "--tau", "0.3", "--max-spec-len", "7"],
-        ["--drafter", TARGET],
-        ["--method", "suffix", "--max-spec-len", "7"],
-        ["--method", "vanilla", "--exact"],
-    ],
-    ids=["wide", "dynamic", "auto", "suffix", "exact"],
-)
-def test_methods_agree(args, vanilla):
-    result = run_json(*COMMON, *args)
+def test_the_json_and_the_trace_of_an_answer(vanilla, tmp_path):
+    trace = tmp_path / "rounds.jsonl"
+    drafts = ["--drafter", DRAFTER, "--method", "failfast", "--spec-len", "5", "--max-spec-len", "15"]
+    result = run_json(*COMMON, *drafts, "--trace", str(trace))
     assert result["output_ids"] == vanilla["output_ids"]
     assert set(result) == {"prompt_ids", "output_ids", "text", "finish_reason", "method", "stats", "rounds"}
     assert result["prompt_ids"] == [7, 12, 100, 5] and result["text"] is None
-    assert result["finish_reason"] == "length" and {*result["stats"]} - {"costs"} == STATS
+    assert result["finish_reason"] == "length" and set(result["stats"]) == STATS
     stats, rounds = result["stats"], result["rounds"]
     assert stats["rounds"] == len(rounds) == stats["target_passes"]
     assert stats["drafted"] == sum(len(r["drafted"]) for r in rounds)
@@ -72,6 +51,18 @@ def test_methods_agree(args, vanilla):
     assert stats["drafter_passes"] == sum(r["passes"] for r in rounds)
     assert list(chain.from_iterable(r["emitted"] for r in rounds)) == result["output_ids"]
     assert stats["tokens_per_s"] == pytest.approx(40 / stats["decode_s"])
+    traced = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert traced == [{"round": number, **entry} for number, entry in enumerate(rounds, 1)]
+
+
+def test_stdout_is_json_alone_and_stderr_has_the_summary(vanilla, tmp_path):
+    """In a process of its own; with a profile, which another version's plugin of an accelerator would crash."""
+    done = run_python("-m", "failfast_jax.generate", *COMMON, "--json", "--profile", tmp_path / "profile")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["output_ids"] == vanilla["output_ids"]
+    assert "no --drafter: --method auto drafts from the text alone" in done.stderr
+    assert "auto: 40 tokens" in done.stderr and " drafted tokens accepted (" in done.stderr
+    assert any(path.is_file() for path in (tmp_path / "profile").rglob("*"))
 
 
 def test_standalone_diffusion_reproduces_the_golden_file():
@@ -83,26 +74,10 @@ def test_standalone_diffusion_reproduces_the_golden_file():
     assert result["output_ids"] == expected[5:] and result["stats"]["target_passes"] == 60
 
 
-def test_stdout_is_json_alone_and_stderr_has_the_summary(tmp_path):
-    """In a process of its own; with a profile, which another version's plugin of an accelerator would crash."""
-    command = ["--target", TARGET, "--method", "lookup", "--json", "--token-ids", PROMPT, "--max-new-tokens", "8"]
-    done = run_python("-m", "failfast_jax.generate", *command, "--profile", tmp_path / "profile")
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["output_ids"]) == 8
-    assert "lookup: 8 tokens" in done.stderr and " drafted tokens accepted (" in done.stderr
-    assert any(path.is_file() for path in (tmp_path / "profile").rglob("*"))
-
-
-def test_traces(tmp_path, capsys):
-    common = [*COMMON, "--drafter", DRAFTER, *SHORT]
-    assert main([*common, "--trace", str(tmp_path / "rounds.jsonl")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    printed = [int(token) for token in capsys.readouterr().out.split(",")]
-    assert list(chain.from_iterable(row["emitted"] for row in rows)) == printed
-    assert main([*common, "--trace", str(tmp_path / "rounds.html")]) == 0
-    page = (tmp_path / "rounds.html").read_text()
-    rounds = [f"round {number}: " in page for number in range(1, len(rows) + 1)]
-    assert all(rounds) and 'class="rejected"' in page
+def test_a_missing_model_is_one_line(capsys):
+    for former in ([], ["--method", "lookup", "--policy", "fixed"]):  # a former option, without effect
+        assert main(["--target", "./nowhere", "--prompt", "x", *former]) == 2
+        assert capsys.readouterr().err.splitlines() == ["error: --target ./nowhere: no such file or folder"]
 
 
 T, D, IDS = f"--target {TARGET}", f"--drafter {DRAFTER}", f"--token-ids {PROMPT}"
@@ -111,13 +86,11 @@ BAD = {
     f"{LOOKUP} {IDS} --tau 0.3": "--tau 0.3: --method lookup has no such option, only --method failfast, ar, suffix",
     f"{T} {IDS} --method failfast --spec-len 20 --max-spec-len 10": "--max-spec-len 10: must be at least --spec-len 20",
     f"{T} {D} {IDS} --method fast-dllm --small-block-size 5": "--small-block-size 5: must divide the block size 32",
-    f"{LOOKUP} {IDS} --max-new-tokens 0": "--max-new-tokens 0: must be",
     "--method magic --token-ids 1": "--method magic: must be one of auto",
     f"{LOOKUP} --prompt ''": "--prompt: the prompt is empty",
     f"{LOOKUP} --prompt ' '": "has no tokenizer",  # is text
     f"{T} --token-ids a,b": "expected integers separated by commas",
     f"{LOOKUP} --token-ids 5,160": "token id 160 is outside the vocabulary of 160",
-    f"{LOOKUP} --token-ids {','.join(['3'] * 2048)}": "the prompt of 2048 tokens does not fit",
     f"{T} {IDS} --drafter {GOLDEN / 'fast_dllm_v2_tied'}": "qwen2_target_160 and drafter",
     f"{T} {IDS} --method failfast": "--method failfast: needs --drafter",
     f"{T} {IDS} --drafter {TARGET} --method failfast": (
@@ -131,9 +104,7 @@ BAD = {
     f"--target {DRAFTER} {IDS} --method dllm --spiffy 3": (
         "fast_dllm_v2_untied/spiffy.json; make one with python -m failfast_jax.train spiffy --target"
     ),
-    f"--target {DRAFTER} {IDS} --method dllm --spiffy 3 --spiffy-graph /nowhere/graph": "draft graph in /nowhere/graph",
     f"--target {DRAFTER} {IDS} --method dllm --spiffy-graph g.json": "--spiffy-graph g.json: needs --spiffy",
-    "--target /nowhere/model --method lookup --token-ids 1": "/nowhere/model: no such file",
     f"{T} --prompt-file /nowhere/prompt": "--prompt-file /nowhere/prompt: No such",
     f"{LOOKUP} {IDS} --trace /nowhere/rounds.html": "--trace /nowhere/rounds.html: no such folder",
 }
@@ -155,11 +126,10 @@ def test_prompt_from_stdin(monkeypatch, capsys):
 
 
 def test_without_a_length_an_answer_ends_where_the_context_does(capsys):
-    options = "--method vanilla --ignore-eos --max-seq-len 8 --json"
-    argv = ["--target", TARGET, "--token-ids", "1,2,3", *options.split()]
+    argv = ["--target", TARGET, "--token-ids", "1,2,3", *"--method vanilla --ignore-eos --max-seq-len 8".split()]
     assert main(argv) == 0
     captured = capsys.readouterr()
-    assert len(json.loads(captured.out)["output_ids"]) == 5 and "exceed" not in captured.err
+    assert len(captured.out.split(",")) == 5 and "exceed" not in captured.err
     assert main([*argv, "--max-new-tokens", "6"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

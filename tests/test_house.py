@@ -1,35 +1,33 @@
-"""House rules that ruff does not hold: imports, names, words, and that every command in the pages parses."""
+"""House rules of the code that ruff does not hold: imports, names, words, docstrings."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import builtins
 import collections
 import functools
-import importlib.util
-import os
+import graphlib
+import inspect
+import itertools
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from failfast_jax import drafters
+import failfast_jax
+from failfast_jax import decoding, results
 from failfast_jax.decoding.decode_state import Tree
 from failfast_jax.decoding.picking import agreeing_prefix
-from failfast_jax.util.command_line import Parser
+from failfast_jax.runtime.session import Progress
+from failfast_jax.serving.queue import Queue
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
-PAGES = (ROOT / "README.md", ROOT / "tpu_scripts" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MOST_BEHIND, MOST_IMPORTED_TESTS = 10, 1
 QUESTION_WORDS = {"What", "Of", "Whether", "How", "Where", "Those"}
 BANNED = {"said", "found", "told", "own", "made", "given", "how", "one"}
@@ -121,19 +119,7 @@ def test_imports_point_down():
 
 def test_no_import_circle():
     graph = {module: {name for _, name in imports(path)} - {module} for module, path in modules().items()}
-
-    def reachable(start: str) -> set[str]:
-        found, left = set(), list(graph[start])
-        while left:
-            name = left.pop()
-            if name not in found:
-                found.add(name)
-                left += graph[name]
-        return found
-
-    reach = {module: reachable(module) for module in graph}
-    circles = {tuple(sorted(name for name in reach[module] if module in reach[name])) for module in graph}
-    assert circles == {()}, "\n".join(" <-> ".join(circle) for circle in sorted(circles) if circle)
+    graphlib.TopologicalSorter(graph).prepare()  # else its error names a circle
 
 
 def test_class_and_module_names_are_unique():
@@ -192,72 +178,88 @@ def test_private_names_are_not_imported():
 
 
 def test_annotations_are_checked():
-    """The import hook of `conftest` is active: for functions and for dataclasses, not for what JAX rebuilds."""
-    draft, lengths = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
-    assert agreeing_prefix(draft, lengths, jnp.zeros((2, 4), jnp.int32)).shape == (2,)
+    """The import hook of `conftest` is active: for functions and for dataclasses."""
+    draft = jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(jaxtyping.TypeCheckError, match="draft_length"):
         agreeing_prefix(draft, draft, jnp.zeros((2, 4), jnp.int32))
     with pytest.raises(jaxtyping.TypeCheckError, match="size"):
         Tree(tokens=draft, parent=draft, confidence=jnp.zeros((2, 3)), size=draft)
-    tree = Tree(tokens=draft, parent=draft, confidence=jnp.zeros((2, 3)), size=lengths)
-    assert jax.tree.map(lambda leaf: leaf[0], tree).tokens.shape == (3,)
-    assert jax.tree.map(lambda _: None, tree).size is None
 
 
-# Commands in the pages.
+# Docstrings; ruff holds that modules, classes and functions have one.
 
 
-class Parsed(BaseException):
-    """The arguments are right; nothing is run."""
+def methods_of(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [part for part in node.body if isinstance(part, ast.FunctionDef) and not part.name.startswith("_")]
 
 
-def commands(page: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, text, and whether it stands in a block (else in a sentence, where arguments may be left out)."""
-    text = page.read_text(encoding="utf-8")
-    start = r"python -m (?:failfast_jax|convert|tpu_scripts)\b"
-    for block in re.finditer(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        body = block.group(1).replace("\\\n", "  ")
-        for command in re.finditer(rf"{start}[^\n]*", body):
-            yield text[: block.start(1)].count("\n") + body[: command.start()].count("\n") + 1, command.group(), True
-    prose = re.sub(r"^```.*?^```", lambda m: "\n" * m.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
-    for span in re.finditer(r"`([^`]+)`", prose):
-        for command in re.finditer(rf"{start}.*", span.group(1), re.DOTALL):
-            yield prose[: span.start()].count("\n") + 1, " ".join(command.group().split()), False
+def test_every_public_method_has_a_docstring():
+    """Its own, or that of its base or protocol: a method of its name."""
+    methods = [
+        (path, method)
+        for path in files("failfast_jax")
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for method in methods_of(node)
+    ]
+    described = {method.name for _, method in methods if ast.get_docstring(method)}
+    missing = [where(path, method) for path, method in methods if method.name not in described]
+    assert len(described) > 100 and not missing, "\n".join(missing)
 
 
-ALL_COMMANDS = [
-    pytest.param(text, whole, id=f"{page.name}:{line}") for page in PAGES for line, text, whole in commands(page)
-]
+def parameters(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
+    """Names of a function's parameters; of a class those of its `__init__`, or its fields."""
+    if isinstance(node, ast.ClassDef):
+        inits = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        if not inits:
+            return {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+        [node] = inits
+    return {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
 
 
-assert len(ALL_COMMANDS) >= 20
+def described_arguments(docstring: str) -> list[str]:
+    """The names before the colons of the section `Args:`."""
+    section = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
+    if section is None:
+        return []
+    indent = re.match(" *", section[1])[0]
+    return [line.split(":")[0].strip(" *") for line in re.findall(rf"^{indent}(\S.*)", section[1], re.MULTILINE)]
 
 
-@pytest.mark.parametrize("command, whole", ALL_COMMANDS)
-def test_commands_in_the_pages_parse(command, whole, monkeypatch):
-    without_dots = re.sub(r"(?<=\s)(\.\.\.|…)(?=\s|$)", "", re.split(r" (?:&&|\|) ", command)[0])
-    words = shlex.split(without_dots, comments=True)
-    module, arguments = words[2], words[3:]
-    if not whole and not arguments:
-        assert importlib.util.find_spec(module), module
-        return
-    parse = argparse.ArgumentParser.parse_args
+def test_docstrings_describe_parameters_that_exist():
+    """One by one, by name: two in one entry are a parameter that does not exist."""
+    wrong, count = [], 0
+    for path in files("failfast_jax", "convert"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                names = described_arguments(ast.get_docstring(node) or "")
+                count += len(names)
+                wrong += [f"{where(path, node)}: {name!r}" for name in names if name not in parameters(node)]
+    assert count > 300
+    assert not wrong, "\n".join(wrong)
 
-    def parse_only(self, *args):
-        parse(self, *args)
-        raise Parsed
 
-    def refuse(self, message):
-        if not whole and "arguments are required" in message:
-            raise Parsed
-        raise AssertionError(f"{command}\n{message}")
+def undescribed(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    """Parameters and fields that neither the docstring, a string after the field nor its `option` describes."""
+    described = set(re.findall(r"\w+", ast.get_docstring(node) or ""))
+    for field, following in itertools.pairwise(node.body):
+        if isinstance(field, ast.AnnAssign) and (
+            ast.unparse(following).startswith(("'", '"')) or "option(" in ast.unparse(field)
+        ):
+            described.add(field.target.id)
+    everywhere = {"self", "cls", "batch", "target", "drafter", "state", "memory"}
+    return [f"{node.name}: {name}" for name in sorted(parameters(node) - described - everywhere)]
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    for parser in (argparse.ArgumentParser, Parser):
-        monkeypatch.setattr(parser, "error", refuse)
-    # `docs/add-a-method.md` adds this one.
-    monkeypatch.setitem(drafters.METHODS, "repeat", drafters.METHODS["lookup"])
-    if importlib.util.find_spec(module).submodule_search_locations:
-        module += ".__main__"
-    with mock.patch.dict(os.environ), pytest.raises(Parsed):
-        importlib.import_module(module).main(arguments)
+
+def test_exported_names_describe_their_parameters():
+    """Those of `failfast_jax` and `failfast_jax.decoding`, their documented methods, and what they return."""
+    exported = [getattr(module, name) for module in (failfast_jax, decoding) for name in module.__all__]
+    exported = [each for each in exported if not isinstance(each, str)]
+    assert len(exported) > 25
+    wrong = []
+    for each in [*exported, results.Stats, results.Round, Progress, Queue]:
+        [node] = ast.parse(inspect.getsource(each)).body
+        methods = methods_of(node) if isinstance(node, ast.ClassDef) else []
+        documented = [node, *(method for method in methods if ast.get_docstring(method))]
+        wrong += [line for part in documented for line in undescribed(part)]
+    assert not wrong, "\n".join(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,6 +71,14 @@ def random_model(config: ModelConfig, seed: int = 0, *, gain: float = 4.0, dtype
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
+def random_module(make: Callable[[], nnx.Module], seed: int, value: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """A module whose parameters are the `value` of standard normal noise, made without compiling anything."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    rng = np.random.default_rng(seed)
+    values = jax.tree.map(lambda leaf: jnp.asarray(value(rng.standard_normal(leaf.shape)), leaf.dtype), state)
+    return nnx.merge(graph, values)
+
+
 def random_dspark(
     target: Decoder,
     *,
@@ -94,10 +103,8 @@ def random_dspark(
         "draft_vocab": None if draft_ids is None else len(draft_ids),
     }
     config = DSparkConfig(**(settings | changes))
-    graph, state = nnx.split(nnx.eval_shape(lambda: DSpark(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(seed)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * scale, x.dtype), state)
-    return block_network.bind(nnx.merge(graph, values), target, draft_ids)
+    network = random_module(lambda: DSpark(config, rngs=nnx.Rngs(0)), seed, lambda noise: scale * noise)
+    return block_network.bind(network, target, draft_ids)
 
 
 def random_extended(
@@ -184,15 +191,12 @@ def random_eagle(
 ) -> BoundEagle:
     """An EAGLE-3 drafter with random weights."""
     config = EagleConfig(dataclasses.replace(target.config, num_layers=1), layers, len(draft_ids), **changes)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Eagle(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(seed)
-
-    def value(leaf):
-        noise = rng.standard_normal(leaf.shape)
-        return jnp.asarray(1 + 0.1 * noise if len(leaf.shape) == 1 else 0.4 * noise, leaf.dtype)
-
-    values = jax.tree.map(value, state)
-    return BoundEagle(nnx.merge(graph, values), target.embed[...], jnp.asarray(draft_ids, jnp.int32))
+    network = random_module(
+        lambda: Eagle(config, rngs=nnx.Rngs(0)),
+        seed,
+        lambda noise: 1 + 0.1 * noise if noise.ndim == 1 else 0.4 * noise,
+    )
+    return BoundEagle(network, target.embed[...], jnp.asarray(draft_ids, jnp.int32))
 
 
 def fond_eagle(target: Decoder, token: int, *, seed: int = 0, **changes: Any) -> BoundEagle:
@@ -238,10 +242,3 @@ def outcome(before: Committed, after: Committed, draft: Draft | None = None, fea
     agreed = picking.agreeing_prefix(draft.tokens, jnp.minimum(draft.length, after.length - before.length), text)
     features = jnp.zeros((batch, 1, 0, 16)) if features is None else features
     return Outcome(before, after, draft, agreed, features)
-
-
-@jax.jit
-def own_tokens(target: Decoder, text: np.ndarray, options: Sampling) -> jax.Array:
-    """What the target picks for the positions 1, 2, ... of a text: vanilla's text, by definition, repeats them."""
-    positions = jnp.broadcast_to(1 + jnp.arange(text.shape[1]), text.shape)
-    return picking.pick(target.forward(text), positions, options)

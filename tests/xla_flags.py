@@ -1,5 +1,4 @@
-"""Settings of JAX for the tests, by their platform: on a CPU flags of XLA with which programs compile in a quarter of
-the time, elsewhere full precision."""
+"""Settings of JAX for the tests: on a CPU, XLA compiles in a quarter of the time; elsewhere products are precise."""
 
 from __future__ import annotations
 
@@ -19,16 +18,12 @@ QUICK = (
     "--xla_cpu_parallel_codegen_split_count=1",  # a program in one piece: there are as many workers as cores
 )
 
-
-PARSE = """
-from jaxlib import xla_client
-xla_client.CompileOptions()
-"""
+PARSE = "from jaxlib import xla_client\nxla_client.CompileOptions()\n"
 """A program in which jaxlib reads XLA_FLAGS; an unknown flag ends the process."""
 
 
 def known(flags: tuple[str, ...] = QUICK) -> tuple[str, ...]:
-    """Those that the installed jaxlib knows, tried in a process of their own, which an unknown one ends."""
+    """Flags that the installed jaxlib knows, tried in a process of their own, which an unknown one ends."""
     variables = os.environ | {"XLA_FLAGS": " ".join(flags)}
     done = subprocess.run([sys.executable, "-c", PARSE], env=variables, capture_output=True, text=True)
     if done.returncode == 0:
@@ -40,15 +35,14 @@ def known(flags: tuple[str, ...] = QUICK) -> tuple[str, ...]:
 
 
 def suit_the_platform(quick: bool) -> None:
-    """Sets them for this process and for those that it starts with `os.environ`.
+    """Sets them for this process and those that it starts with `os.environ`.
 
-    On a TPU or a GPU float32 is multiplied as it is written: JAX's default there is to round to bfloat16 or TF32, 1e-3
-    off in a result where the tests allow 1e-5. On a CPU jaxlib reads the flags at once. Then they go from this
-    process's own variables: a libtpu that is loaded into it, or a plugin for GPUs, reads those, too, knows other flags,
-    and ends the process at each that it does not know.
+    On a TPU or a GPU JAX rounds the factors of float32 products to bfloat16 or TF32 by default: results are 1e-3 off,
+    and the tests allow 1e-5. On a CPU jaxlib reads XLA_FLAGS at once; then they go from this process's own variables,
+    as a libtpu or a GPU plugin that is loaded later ends the process at flags that it does not know.
 
     Args:
-      quick: programs shall compile quickly; else they are those of users.
+      quick: True for programs that compile quickly; else they are those of users.
     """
     platforms = jax.config.jax_platforms or ""
     if platforms != "cpu" and (platforms or hardware.is_present("tpu") or hardware.is_present("gpu")):

@@ -31,6 +31,7 @@ from failfast_jax.serving.serve_options import refuse_diffusion
 from failfast_jax.template_rendering import render
 from failfast_jax.util import numerics
 from failfast_jax.util.command_line import did_you_mean
+from failfast_jax.util.compilation import Program
 from failfast_jax.util.progress import note
 
 SHORTEST = 64
@@ -225,7 +226,7 @@ class FailFastLM(TemplateLM):
 
     def _scores(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         args = (self.engine.target, ids[:, :-1], ids[:, 1:])
-        program = self.engine.runtime.compile(scores, *args)
+        [program] = self.engine.runtime.programs.start(Program(scores, args))
         with numerics.defaults():
             return jax.device_get(jax.tree.map(whole, program(*args)))
 

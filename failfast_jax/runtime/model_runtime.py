@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from failfast_jax.decoding.drafter import Drafter
@@ -129,16 +127,6 @@ class Runtime:
             )
         bucket = 1 << (wanted + longest_draft).bit_length()
         return min(max(SMALLEST_CAPACITY, bucket), self.max_seq_len)
-
-    def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
-        """Compiles a function for the types of `args` (arrays or shape structs), or takes it from the store.
-
-        `util.compilation.Program` says what a `function` may be; the result may take the memory of arguments `donate`.
-
-        Raises:
-          TypeError: the function closes over variables, or is bound to something that cannot be compared.
-        """
-        return self.programs.compile(function, *args, donate=donate)
 
     def session(
         self,

@@ -188,10 +188,6 @@ class Executables:
         self.seconds += time.perf_counter() - start
         return compilations
 
-    def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
-        """Compiles a function for the types of `args`; see `Program`."""
-        return self.start(Program(function, args, donate))[0].wait()
-
     def _find(self, program: Program) -> Compilation:
         key = program.key
         known = self._programs.pop(key, None)

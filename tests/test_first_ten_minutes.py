@@ -6,32 +6,8 @@ import json
 from unittest.mock import Mock
 
 import jax
-import pytest
 
 from tpu_scripts import first_ten_minutes as script
-
-
-@pytest.mark.long(rare=True)  # the notebook runs it, too
-def test_a_dry_run(tmp_path, capsys):
-    """All of it, small, on the CPU: the TPU's kernels are interpreted."""
-    out = tmp_path / "cpu.json"
-    assert script.main(["--out", str(out), "--quick"]) == 0
-    record = json.loads(out.read_text(encoding="utf-8"))
-    assert record["dry_run"] and record["device"] == jax.devices()[0].device_kind and record["jax"] == jax.__version__
-    parts = record["parts"]
-    assert list(parts) == ["installation", "kernels", "answer", "replay"]
-    assert {finding["name"] for finding in parts["installation"]["findings"]} > {"Python", "devices", "decoding"}
-    [check] = parts["kernels"]["checks"]
-    assert check["right"] and check["error"] < 1e-5 and check["kernel"] == "simulated-tpu"
-    answers = {(answer["method"], answer["exact"]): answer for answer in parts["answer"]["answers"]}
-    assert parts["answer"]["right"] and answers.keys() == {
-        (m, e) for m in ("vanilla", "failfast") for e in (True, False)
-    }
-    assert answers["failfast", True]["drafted"] > 0 == answers["vanilla", True]["drafted"]
-    passes = {entry["pass"]: entry for entry in parts["replay"]["passes"]}
-    assert {"plain step", "verify of 64 rows", "drafter pass of 32 rows"} <= passes.keys()
-    assert all(0 < entry["floor_ms"] < entry["measured_ms"] for entry in passes.values())
-    assert "a dry run" in capsys.readouterr().err
 
 
 def test_a_part_that_fails_leaves_the_others(tmp_path, capsys, monkeypatch):

@@ -67,7 +67,7 @@ def test_quantised_weights_are_read_as_integers():
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 def test_mosaic_compiles_the_kernels(topology):
     verdicts = compiled(topology, "kernels")
-    assert len(verdicts) == 2 * 8 + 3 and all(verdicts.values()), verdicts
+    assert len(verdicts) == 7 + 2 + 3 and all(verdicts.values()), verdicts
 
 
 @pytest.mark.parametrize(
@@ -118,22 +118,7 @@ def test_what_is_predicted_where_others_measured(place):
 
 
 @pytest.mark.long(rare=True)
-def test_the_report_says_what_does_not_fit():
-    """Of two batches the first is a line of figures, the second the compiler's refusal."""
-    case = ("--target", "qwen2.5-7b", "--topology", "v5e:1x1", "--tp", "1", "--layers", "1", "--no-costs")
-    sizes = ("--capacity", 2**20, "--batch", 1, 6)
-    done = run_python("tpu_scripts/aot_report.py", *case, *sizes, without=("XLA_FLAGS",))
-    assert done.returncode == 1, done.stdout[-1000:] + done.stderr[-3000:]
-    fits, refused = done.stdout.splitlines()[-2:]
-    assert fits.startswith("| qwen2.5-7b v5e:1x1 tp1 | 1 |") and "of 16 | 1 | 0 | 0 |" in fits
-    assert refused.startswith("| qwen2.5-7b v5e:1x1 tp1 | 6 | RESOURCE_EXHAUSTED")
-
-
-@pytest.mark.long(rare=True)
-@pytest.mark.parametrize(
-    ("topology", "rows", "gigabytes"),
-    [("v6e:2x4", 4, 32), ("v5e:2x4", 2, 16)],
-)
+@pytest.mark.parametrize("topology, rows, gigabytes", [("v6e:2x4", 4, 32), ("v5e:2x4", 2, 16)])
 def test_a_step_of_training_fits(topology, rows, gigabytes):
     """Of Fast-dLLM v2's recipe for Qwen2.5-1.5B on eight chips that share its parameters."""
     report = json.loads(run("tests/train_step_compile.py", topology, rows).splitlines()[-1])

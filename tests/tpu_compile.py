@@ -53,17 +53,19 @@ def kernels(device) -> dict[str, bool]:
         (1, 72, 7, 4, 128, 4096, "float32"),
         (2, 8, 3, 3, 64, 8192, "float32"),
         (1, 8, 1, 8, 64, 384, "bfloat16"),
-        (1, 128, 3, 3, 64, 512, "bfloat16"),
         (1, 128, 7, 2, 64, 512, "bfloat16"),
     ):
         cache = array(batch, kv_heads, capacity, head_dim, dtype=dtype)
         qkv = array(batch, width, kv_heads, group + 2, head_dim, dtype=dtype)
         tables = (array(batch, width, 1, head_dim // 2, dtype="float32"),) * 2
-        window = Window(*tables, array(batch), array(), until=array(batch), block_size=32)
-        shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}"
-        for function in (tpu_attention.attend, tpu_attention.attend_written):
-            text = jax.jit(function).lower(qkv, (cache, cache), window).compile().as_text()
-            verdicts[f"{function.__name__}: {shown}"] = "tpu_custom_call" in text
+        masks = {"text": {"until": array(batch), "block_size": 32}}
+        if width == 72:
+            masks["copies"] = {"seen": array(batch, 9, 5)}
+        for kind, mask in masks.items():
+            window = Window(*tables, array(batch), array(), **mask)
+            text = jax.jit(tpu_attention.attend).lower(qkv, (cache, cache), window).compile().as_text()
+            shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}, {kind}"
+            verdicts[shown] = "tpu_custom_call" in text
     for width in (128, 512, 2048):  # a prefill chunk between the two projections, at SmolLM2's heads
         qkv, cache = array(1, width, 3, 5, 64, dtype="bfloat16"), array(1, 3, 4096, 64, dtype="bfloat16")
         angles = (array(1, width, 1, 32, dtype="float32"),) * 2

@@ -269,12 +269,11 @@ class Compiler:
         config, execution, chip = model.config, model.execution, self.chip
         heads = execution.parts(execution.heads)
         kv_heads, batch = config.num_kv_heads // heads, self.case.batch // self.case.dp
-        shape = {"kv_heads": kv_heads, "group": config.num_heads // config.num_kv_heads, "head_dim": config.head_dim}
-        _, tile = tpu_attention.tiles_of(capacity=TPU_TILE, width=width, **shape)
-        sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": config.head_dim, "itemsize": 2}
+        group, size = config.num_heads // config.num_kv_heads, config.head_dim
+        _, tile = tpu_attention.tiles_of(capacity=TPU_TILE, kv_heads=kv_heads, group=group, width=width, head_dim=size)
         live = round_up(context + width, tile)
-        cost = tpu_attention.attention_cost(**sizes, heads=config.num_heads // heads, live=live, written=True)
-        cycles = live / tile * (TILE_CYCLES + POSITION_CYCLES * tile) * shape["group"] * width / 320
+        cost = tpu_attention.attention_cost((batch, width, kv_heads, group + 2, size), 2, live, written=True)
+        cycles = live / tile * (TILE_CYCLES + POSITION_CYCLES * tile) * group * width / 320
         cycles = batch * kv_heads * (cycles + WRITE_CYCLES * width / 64)
         seconds = max(cost.bytes_accessed / (chip.bandwidth * chip.streaming), cycles / chip.clock)
         return seconds, cost.bytes_accessed

@@ -60,14 +60,11 @@ def unread(hlo: str) -> list[str]:
     They run beside others and move an unknown number of bytes, or are collectives of an unknown number of devices.
     """
 
-    def is_read(instruction: _Instruction) -> bool:
-        try:
-            return instruction.op not in COLLECTIVES or devices_of(instruction.text) > 0
-        except ValueError:
-            return False
+    def is_unread(instruction: _Instruction) -> bool:
+        unknown_group = instruction.op in COLLECTIVES and not devices_of(instruction.text)
+        return unknown_group or instruction.op == "async-start"
 
-    entry = entry_instructions(hlo)
-    return [instruction.name for instruction in entry if instruction.op == "async-start" or not is_read(instruction)]
+    return [instruction.name for instruction in entry_instructions(hlo) if is_unread(instruction)]
 
 
 def hbm_bytes_of(kind: str) -> int:
@@ -174,11 +171,9 @@ def _copies(instructions: list[_Instruction]) -> dict[str, int]:
 
 
 def devices_of(collective: str) -> int:
-    """Returns the number of devices in each group of a collective operation, by its line of the text.
+    """Returns the number of devices in each group of a collective operation, by its line of the text; 0: not known.
 
-    Raises:
-      ValueError: the line has none of the three known forms: `[groups,devices]<=...`, `{{0,1},{2,3}}`,
-        `mesh['a'=4,'b'=2] {'b'}`.
+    Three forms are known: `[groups,devices]<=...`, `{{0,1},{2,3}}`, `mesh['a'=4,'b'=2] {'b'}`.
     """
     if groups := re.search(r"replica_groups=\[\d+,(\d+)\]<=", collective):
         return int(groups[1])
@@ -187,7 +182,7 @@ def devices_of(collective: str) -> int:
     if groups := re.search(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',? ?)+)\}", collective):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", groups[1])}
         return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", groups[2]))
-    raise ValueError(f"hlo.py does not read the replica_groups of {collective[:200]}")
+    return 0
 
 
 def collectives(hlo: str) -> dict[str, int]:

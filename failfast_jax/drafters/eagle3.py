@@ -20,7 +20,8 @@ from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, Grow, Growth
 from failfast_jax.decoding.token_tree import best_nodes, deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window, when
-from failfast_jax.models.eagle_network import BoundEagle, Level
+from failfast_jax.kernels.attention_window import TreeMask
+from failfast_jax.models.eagle_network import BoundEagle
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import constrain_rows
 
@@ -232,7 +233,7 @@ class EagleTree(EagleDrafter):
         nodes, beams = growing.candidates, growing.beams
         batch, k = beams.shape
         start, number = first + index * k, k + index * k * k
-        level = Level(jnp.broadcast_to((first + index)[:, None], (batch, k)), first, growing.sees)
+        level = TreeMask(jnp.full((batch, k), index), growing.sees, first)
         embedded = self.model.embed[jnp.take_along_axis(nodes.tokens, beams, axis=1)]
         hidden, cache = self.model.network.pairs(
             embedded, growing.hidden, growing.cache, start, jnp.max(start) + k, level

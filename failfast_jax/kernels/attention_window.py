@@ -23,12 +23,18 @@ LayerCache = tuple[Cache, Cache]
 
 @flax.struct.dataclass
 class TreeMask:
-    """A window whose tokens are a tree: the position of a token is not its slot in the cache."""
+    """A window whose tokens are a tree, or a level of one: the position of a token is not its slot in the cache."""
 
     depth: Int[Array, "B W"]
-    """Position of each token after the window's first."""
-    visible: Bool[Array, "B W W"]
-    """The window's tokens that each one sees: its ancestors and itself."""
+    """Position of each token after the tree's first."""
+    visible: Bool[Array, "B W C"]
+    """The tree's tokens that each one sees: its ancestors and itself."""
+    first: PerSequence | None = None
+    """Slot and position of the tree's first token; None: the window's, which then holds the whole tree."""
+
+    def positions(self, start: PerSequence) -> Int[Array, "B W"]:
+        """Positions of the tokens of a window from `start` on."""
+        return (start if self.first is None else self.first)[:, None] + self.depth
 
 
 @flax.struct.dataclass
@@ -180,14 +186,14 @@ class Limits:
     Attributes:
       patterns: of masks.
       rows: most rows of a window, or of each copy; None: any number.
-      head_dims: sizes of a head.
+      head_dims: sizes of a head; None: any.
       capacity: the cache's positions are a multiple of it.
       dtypes: of the cache.
     """
 
     patterns: tuple[str, ...]
     rows: int | None
-    head_dims: tuple[int, ...] | range
+    head_dims: tuple[int, ...] | range | None
     capacity: int
     dtypes: tuple[str, ...]
 
@@ -200,7 +206,7 @@ class Limits:
             return f"a window of {rows} rows: 1 to {self.rows}"
         if case.heads % case.kv_heads:
             return f"{case.heads} query heads for {case.kv_heads} KV heads"
-        if case.head_dim not in sizes:
+        if sizes is not None and case.head_dim not in sizes:
             multiples = isinstance(sizes, range)
             listed = f"multiples of {sizes.step} up to {sizes[-1]}" if multiples else ", ".join(map(str, sizes))
             return f"head_dim {case.head_dim}: {listed}"

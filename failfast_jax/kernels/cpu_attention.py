@@ -13,21 +13,15 @@ import jax.numpy as jnp
 
 from failfast_jax.axes import Queries
 from failfast_jax.kernels import cpu_kernels
-from failfast_jax.kernels.attention_window import SLIDING, TEXT, AttentionCase, LayerCache, Window
+from failfast_jax.kernels.attention_window import SLIDING, TEXT, AttentionCase, LayerCache, Limits, Window
 from failfast_jax.kernels.cpu_kernels import CHUNK, MAX_WIDTH, NO_UNIT, STEP
+
+LIMITS = Limits((TEXT, SLIDING), None, None, STEP, ("bfloat16", "float16", "float32"))
 
 
 def refuses(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
-    if cpu_kernels.vector_lanes() is None:
-        return NO_UNIT
-    if case.pattern not in (TEXT, SLIDING):
-        return f"a {case.pattern}"
-    if case.capacity % STEP:
-        return f"a cache of {case.capacity} positions: a multiple of {STEP}"
-    if jnp.dtype(case.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"a cache of {jnp.dtype(case.dtype).name}: bfloat16, float16 or float32"
-    return None
+    return NO_UNIT if cpu_kernels.vector_lanes() is None else LIMITS.refuses(case)
 
 
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:

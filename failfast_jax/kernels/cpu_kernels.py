@@ -59,7 +59,7 @@ def call(kernel: str, *shapes: jax.ShapeDtypeStruct, head_dim: int = 0) -> Calla
       head_dim: numbers of a head, for attention.
 
     Raises:
-      FileNotFoundError: `vector_lanes()` is None; ask the kernel's `supports` or `refuses` first.
+      FileNotFoundError: `vector_lanes()` is None; ask the kernel's `serves` or `refuses` first.
     """
     with _lock:
         target = _registered(kernel, head_dim, vector_lanes())

@@ -14,34 +14,25 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.kernels import cpu_kernels
-from failfast_jax.kernels.cpu_kernels import MAX_WIDTH, NO_UNIT
+from failfast_jax.kernels.cpu_kernels import MAX_WIDTH
 
 
-def supports(*, width: int, dtype: DTypeLike) -> str | None:
-    """Returns why rows are not served, or None if they are.
-
-    Args:
-      width: rows of a sequence.
-      dtype: of the rows.
-    """
-    if cpu_kernels.vector_lanes() is None:
-        return NO_UNIT
-    if not 1 <= width <= MAX_WIDTH:
-        return f"1 to {MAX_WIDTH} rows, not {width}"
-    return None if jnp.dtype(dtype) == jnp.float32 else f"{jnp.dtype(dtype).name}: float32"
+def serves(*, width: int, dtype: DTypeLike) -> bool:
+    """True if `rms_norm` serves `width` rows a sequence of a dtype."""
+    return cpu_kernels.vector_lanes() is not None and 1 <= width <= MAX_WIDTH and jnp.dtype(dtype) == jnp.float32
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def rms_norm(rows: Float[Array, "R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "R E"]:
-    """Divides rows by their root mean square and scales them by a weight; float32, for rows that it `supports`.
+    """Divides rows by their root mean square and scales them by a weight; float32, for rows that it `serves`.
 
     Raises:
       ValueError: the kernel would read or write outside its arrays.
     """
-    reason = supports(width=1, dtype=rows.dtype)
-    if reason or rows.ndim != 2 or weight.dtype != jnp.float32 or weight.shape != rows.shape[-1:]:
+    fit = rows.ndim == 2 and weight.dtype == jnp.float32 and weight.shape == rows.shape[-1:]
+    if not (fit and serves(width=1, dtype=rows.dtype)):
         shapes = f"{rows.dtype}{list(rows.shape)}, {weight.dtype}{list(weight.shape)}"
-        raise ValueError(f"rows {shapes}: {reason or 'wants [R, E], and a float32 weight [E]'}")
+        raise ValueError(f"norm of {shapes}: wants float32 rows [R, E], and a float32 weight [E]")
     shape = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
     return cpu_kernels.call("rms_norm", shape)(rows, weight, jnp.float32(eps))[0]
 

@@ -13,33 +13,23 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from failfast_jax.kernels import cpu_kernels
-from failfast_jax.kernels.cpu_kernels import DTYPES, MAX_WIDTH, NO_UNIT
+from failfast_jax.kernels.cpu_kernels import DTYPES, MAX_WIDTH
 
 LEAST_OUTPUTS = 6
 """Outputs of the widest tile in `cpu_kernels.c`."""
 
 
-def supports(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
-    """Returns why `product` cannot serve a shape, or None if it can.
-
-    Args:
-      width: rows of a sequence.
-      outputs: rows of the weight.
-      dtype: of the weight.
-    """
-    if cpu_kernels.vector_lanes() is None:
-        return NO_UNIT
+def serves(*, width: int, outputs: int, dtype: DTypeLike) -> bool:
+    """True if `product` serves `width` rows a sequence and a weight of so many outputs and a dtype."""
+    name = jnp.dtype(dtype).name
     # Of more rows XLA's product of float32 is as fast; of narrower weights it would make copies, of a whole model.
-    if width < 1 or (width > MAX_WIDTH and jnp.dtype(dtype) == jnp.float32):
-        return f"1 to {MAX_WIDTH} rows, not {width}"
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"weights of {jnp.dtype(dtype).name}: {', '.join(DTYPES)}"
-    return f"{outputs} outputs: {LEAST_OUTPUTS} or more" if outputs < LEAST_OUTPUTS else None
+    few = 1 <= width and (width <= MAX_WIDTH or name != "float32")
+    return cpu_kernels.vector_lanes() is not None and few and outputs >= LEAST_OUTPUTS and name in DTYPES
 
 
 @jax.custom_jvp
 def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Array, "R O"]:
-    """`rows @ weight.T` in float32, on a CPU and for shapes that `supports`.
+    """`rows @ weight.T` in float32, on a CPU and for shapes that it `serves`.
 
     Args:
       rows: float32.
@@ -48,10 +38,10 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
     Raises:
       ValueError: the kernel would read or write outside its arrays.
     """
-    reason = supports(width=1, outputs=weight.shape[0], dtype=weight.dtype)
-    if reason or rows.shape[1] != weight.shape[1] or rows.dtype != jnp.float32:
+    fit = rows.shape[1] == weight.shape[1] and rows.dtype == jnp.float32
+    if not (fit and serves(width=1, outputs=weight.shape[0], dtype=weight.dtype)):
         shapes = f"{rows.dtype}{list(rows.shape)} by {weight.dtype}{list(weight.shape)}"
-        raise ValueError(f"product of {shapes}: {reason or 'wants float32 rows as long as the rows of the weight'}")
+        raise ValueError(f"product of {shapes}: wants float32 rows [R, I], a weight [O, I], and O >= {LEAST_OUTPUTS}")
     shape = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
     return cpu_kernels.call(f"product_{weight.dtype}", shape)(rows, weight)[0]
 

@@ -121,16 +121,11 @@ def unserved(device: Any, **model: Any) -> str | None:
     return reasons[-1] if reasons and all(reasons) else None
 
 
-def device_of(name: str | None, device: Any = None) -> Any:
-    """The device whose kernels, widths, layouts and defaults a model takes: its own, or the TPU that it simulates.
-
-    Args:
-      name: one of `KERNELS`; None: what the device runs.
-      device: that it runs on; None: the first one.
-    """
+def device_of(name: str | None) -> Any:
+    """The device whose kernels, widths, layouts and defaults a model takes: the first one, or the TPU it simulates."""
     if name == SIMULATED_TPU:
         return SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    return device or jax.devices()[0]
+    return jax.devices()[0]
 
 
 def attend(

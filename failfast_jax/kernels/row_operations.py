@@ -93,4 +93,4 @@ def _serving(operation: str, **shape: Any) -> ModuleType | None:
     from failfast_jax.kernels import cpu_norm, cpu_product
 
     kernel = {"product": cpu_product, "norm": cpu_norm}[operation]
-    return kernel if kernel.supports(**shape) is None else None
+    return kernel if kernel.serves(**shape) else None

@@ -72,18 +72,16 @@ def tiles_of(*, capacity: int, kv_heads: int, group: int, width: int, head_dim: 
 
 
 def attention_cost(
-    *,
-    batch: int,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    live: int,
-    written: bool,
+    shape: tuple[int, int, int, int, int], itemsize: int, live: int, *, written: bool
 ) -> pl.CostEstimate:
-    """Operations and bytes of `attend_written` over `live` cached positions, or of `attend` (`written`)."""
-    moved = 2 * written * kv_heads * span_of(width)
+    """Operations and bytes of the kernel over `live` cached positions; if `written`, with those of writing a window.
+
+    Args:
+      shape: shape `[B, W, K, G + 2, H]` of the fused projection.
+      itemsize: bytes of a number.
+    """
+    batch, width, kv_heads, members, head_dim = shape
+    heads, moved = kv_heads * (members - 2), 2 * written * kv_heads * span_of(width)
     return pl.CostEstimate(
         flops=4 * batch * head_dim * (heads * width * live + moved // 2 * width),
         transcendentals=batch * heads * width * live,
@@ -278,42 +276,26 @@ def attend(
     Args:
       qkv: of each KV head its G query heads, its key and its value.
     """
-    if window.seen is not None:
-        return _attend_copies(qkv, cache, window, interpret)
-    out, *cache = _attention(qkv, cache, window, True, interpret)
-    return out, tuple(cache)
-
-
-def _attend_copies(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, interpret: bool):
-    """Attends for as many whole groups at a time as the kernel takes rows.
-
-    18 copies of 8 rows: parts of 16 and of 2. All are written first, as copies may see each other's slots.
-    """
+    if window.seen is None:
+        out, *cache = _attention(qkv, cache, window, True, interpret)
+        return out, tuple(cache)
+    # Copies: all are written first, as they may see each other's slots, and as many whole groups attend at a time as
+    # the kernel takes rows. 18 copies of 8 rows: parts of 16 and of 2.
     _, k, v = rotated_heads(qkv, window.cos, window.sin)
     cache = write_windows(cache, k, v, window.start)
     width, size = qkv.shape[1], qkv.shape[1] // window.seen.shape[1]
     step = MAX_WIDTH // size * size
     parts = [slice(at, min(at + step, width)) for at in range(0, width, step)]
-    outputs = [attend_written(qkv[:, part], cache, window.part(part), interpret=interpret) for part in parts]
+    outputs = [_attention(qkv[:, part], cache, window.part(part), False, interpret)[0] for part in parts]
     return jnp.concatenate(outputs, axis=1), cache
 
 
-def attend_written(
-    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, *, interpret: bool = False
-) -> Queries:
-    """Attends for queries that are still to be rotated, over a cache that has the window's keys and values.
+def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret: bool):
+    """Calls the kernel for queries that are still to be rotated; with `written` both caches are results, too.
 
     Rotating them here and taking them as the projection left them saves XLA half a dozen passes over small arrays a
     layer, each of which costs more than a microsecond whatever its size.
-
-    Raises:
-      ValueError: a shape or a dtype that the kernel refuses.
     """
-    return _attention(qkv, cache, window, False, interpret)[0]
-
-
-def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret: bool):
-    """Calls the kernel; with `written` both caches are results, too."""
     batch, width, kv_heads, members, head_dim = qkv.shape
     group, capacity, dtype = members - 2, cache[0].shape[2], cache[0].dtype
     heads = kv_heads * group
@@ -350,8 +332,6 @@ def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret:
     accumulator = pltpu.VMEM((together, rows, head_dim), jnp.float32)
     stretch = pltpu.VMEM((together, min(span_of(new_rows), capacity), head_dim), jnp.float32)
     anywhere = pl.BlockSpec(memory_space=pl.ANY if interpret else pltpu.HBM)
-    sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": head_dim}
-    sizes |= {"itemsize": dtype.itemsize}
     out, *caches = pl.pallas_call(
         functools.partial(_attend, new_rows),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -377,7 +357,7 @@ def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret:
         ],
         input_output_aliases={6: 1, 7: 2} if written else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=attention_cost(**sizes, heads=heads, live=capacity, written=written),
+        cost_estimate=attention_cost(qkv.shape, dtype.itemsize, capacity, written=written),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="attend_and_write" if written else "window_attention",
     )(

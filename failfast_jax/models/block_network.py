@@ -29,7 +29,7 @@ from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads, write_windows
 from failfast_jax.kernels.row_operations import product, xla_product
-from failfast_jax.models.drafter_model import FEATURE_BLOCK, FeatureModel, Kind
+from failfast_jax.models.drafter_model import FEATURE_BLOCK, FeatureModel, FeatureNetwork, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
 from failfast_jax.models.model_config import ModelConfig
@@ -171,7 +171,7 @@ class MarkovHead(nnx.Module):
         return self.w2(code, jnp.float32)
 
 
-class DSpark(nnx.Module):
+class DSpark(FeatureNetwork):
     """The drafter's own layers and heads; see the module's docstring."""
 
     def __init__(self, config: DSparkConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -190,15 +190,6 @@ class DSpark(nnx.Module):
         self.markov = MarkovHead(config.markov, **sizes, dtype=dtype, rngs=rngs) if config.markov else None
         seen = size + config.markov_rank * config.confidence_sees_markov
         self.confidence = make((1,), seen, bias=True) if config.confidence else None
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the parameters and the cache."""
-        return self.norm.weight[...].dtype
-
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of the context's keys and values."""
-        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
     def inputs(
         self,

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,6 +39,19 @@ Kind = Literal["autoregressive", "block-diffusion", "feature-block", "eagle"]
 """`autoregressive`: predicts one token a pass. `block-diffusion`: fills masked positions, many a pass, from its own
 cache of the text. `feature-block`: fills up to `rows` of them, from the target's hidden states. `eagle`: one token
 a pass, from the target's hidden states and then from its own."""
+
+
+class FeatureNetwork(nnx.Module):
+    """Base of networks that read the target's hidden states: their `config` has sizes of layers as its `base`."""
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the parameters and the cache."""
+        return self.norm.weight[...].dtype
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of keys and values."""
+        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
 
 class FeatureModel:

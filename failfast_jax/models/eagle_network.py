@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.attention_window import Window
+from failfast_jax.kernels.attention_window import TreeMask, Window
 from failfast_jax.kernels.kernel_table import attend
-from failfast_jax.models.drafter_model import EAGLE, FeatureModel, Kind
+from failfast_jax.models.drafter_model import EAGLE, FeatureModel, FeatureNetwork, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
 from failfast_jax.models.model_config import ModelConfig
@@ -78,18 +78,7 @@ class EagleLayer(nnx.Module):
         return x + self.mlp(self.post_norm(x)), carry
 
 
-@flax.struct.dataclass
-class Level:
-    """Places of the pairs of one pass that are a level of a tree: their positions are not their slots."""
-
-    positions: Int[Array, "B W"]
-    first: Int[Array, " B"]
-    """Cache slot of the tree's first pair."""
-    visible: Bool[Array, "B W C"]
-    """The slots from there on that each pair sees: its ancestors and itself."""
-
-
-class Eagle(nnx.Module):
+class Eagle(FeatureNetwork):
     """The drafter's own parameters; see the module's docstring."""
 
     def __init__(self, config: EagleConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -105,15 +94,6 @@ class Eagle(nnx.Module):
         self.layers = nnx.List([EagleLayer(config, dtype, rngs)])
         self.norm = RMSNorm(size, eps, dtype)
         self.head = make((config.draft_vocab,), size)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the parameters and the cache."""
-        return self.norm.weight[...].dtype
-
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of the pairs' keys and values."""
-        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
     @jax.named_scope("fuse")
     def fused(self, features: Float[Array, "*R F E"]) -> Float[Array, "*R E"]:
@@ -133,7 +113,7 @@ class Eagle(nnx.Module):
         cache: KVCache,
         start: Int[Array, " B"],
         live: Int[Array, ""],
-        level: Level | None = None,
+        level: TreeMask | None = None,
     ) -> tuple[Float[Array, "B W E"], KVCache]:
         """One pass over pairs at slots `start .. start + W - 1` of each sequence, whose keys and values it writes.
 
@@ -147,7 +127,7 @@ class Eagle(nnx.Module):
         """
         base = self.config.base
         kernel = self.execution.resolved(self.dtype, base.head_dim)
-        positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
+        positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions(start)
         tree = {} if level is None else {"tree_start": level.first, "visible": level.visible}
         window = Window(*rotary(base, positions), start, live, back=self.config.sliding_window, **tree)
         here = functools.partial(attend, cache=cache.layers[0], window=window, kernel=kernel)

@@ -148,7 +148,7 @@ class Decoder(nnx.Module):
         Returns:
           Hidden states after the final norm (see `logits_of`), the cache, and the features.
         """
-        positions = start[:, None] + (jnp.arange(tokens.shape[1]) if tree is None else tree.depth)
+        positions = start[:, None] + jnp.arange(tokens.shape[1]) if tree is None else tree.positions(start)
         cos, sin = rotary(self.config, positions if groups is None else groups.positions)
         visible, seen = None if tree is None else tree.visible, None if groups is None else groups.seen
         window = Window(cos, sin, start, live, visible=visible, seen=seen, block_size=self.config.block_size)

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from failfast_jax.kernels import compile_cpu_kernels, cpu_kernels, cpu_norm, cpu_product
+from failfast_jax.kernels import compile_cpu_kernels, cpu_attention, cpu_kernels, cpu_norm, cpu_product
+from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models.layers import RMSNorm, unit_rms
 
@@ -30,29 +29,29 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
 def test_products_of_any_size(lanes, dtype):
-    for rows, inputs, outputs in [(1, 48, 50), (2, 37, 9), (4, 1001, 7), (7, 33, 6), (13, 5, 7), (40, 96, 300)]:
-        x, w = numbers(rows, rows, inputs), weights(outputs, outputs, inputs, dtype)
-        expected = x.astype(np.float64) @ np.asarray(w).astype(np.float64).T
-        scale = np.abs(x).astype(np.float64) @ np.abs(np.asarray(w).astype(np.float64)).T
-        np.testing.assert_array_less(np.abs(cpu_product.product(x, w) - expected), 1e-6 * scale + 1e-9)
-
-
-@settings(max_examples=15)
-@given(rows=st.integers(1, 70), begin=st.integers(0, 69), dtype=st.sampled_from(cpu_kernels.DTYPES))
-def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
-    x, w = numbers(1, 70, 72), weights(2, 130, 72, dtype)
-    part = slice(begin, min(begin + rows, 70))
-    np.testing.assert_array_equal(cpu_product.product(x[part], w), np.asarray(cpu_product.product(x, w))[part])
+    sizes = [(1, 48, 50), (2, 37, 9), (4, 1001, 7), (7, 33, 6), (13, 5, 7), (40, 96, 300)]
+    x = [numbers(rows, rows, inputs) for rows, inputs, _ in sizes]
+    w = [weights(outputs, outputs, inputs, dtype) for _, inputs, outputs in sizes]
+    products = jax.jit(lambda x, w: [*map(cpu_product.product, x, w)])(x, w)
+    for rows, weight, output in zip(x, w, products):
+        weight = np.asarray(weight).astype(np.float64)
+        scale = np.abs(rows).astype(np.float64) @ np.abs(weight).T
+        np.testing.assert_array_less(np.abs(output - rows.astype(np.float64) @ weight.T), 1e-6 * scale + 1e-9)
 
 
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
-def test_bits_of_few_rows_do_not_depend_on_how_weights_are_read(lanes, dtype):
-    """Short rows read them in order, longer ones tile by tile."""
-    for inputs in (24, 256, 6144 // 4, 6144 // 3 + 5, 6144):  # on both sides of THIN_INPUTS and THIN_NUMBERS
-        x, w = numbers(1, 5, inputs), weights(2, 13, inputs, dtype)
-        whole = np.asarray(cpu_product.product(x, w))
-        for rows in range(1, 5):
-            np.testing.assert_array_equal(cpu_product.product(x[:rows], w), whole[:rows])
+def test_bits_of_a_row_do_not_depend_on_the_others(lanes, dtype):
+    """A few short rows read weights in order, longer or more ones tile by tile."""
+    parts = slice(1), slice(2), slice(3), slice(4), slice(5), slice(31, 66), slice(70)
+
+    @jax.jit
+    def products(x, w):
+        return [cpu_product.product(x[part], w) for part in parts]
+
+    for inputs in (24, 256, 1536, 2053, 6144):  # on both sides of THIN_INPUTS and THIN_NUMBERS
+        *some, whole = products(numbers(1, 70, inputs), weights(2, 13, inputs, dtype))
+        for part, output in zip(parts, some):
+            np.testing.assert_array_equal(output, np.asarray(whole)[part])
 
 
 def test_many_calls_at_once_share_the_threads():
@@ -84,30 +83,25 @@ def test_integers_have_no_derivative_and_no_rows_no_products():
 
 
 def test_what_would_be_read_beside_an_array_is_refused():
-    with pytest.raises(ValueError, match="2 outputs"):
-        cpu_product.product(jnp.ones((2, 64)), jnp.ones((2, 64)))
-    with pytest.raises(ValueError, match="bfloat16.*wants float32 rows"):
-        cpu_product.product(jnp.ones((2, 64), jnp.bfloat16), jnp.ones((48, 64)))
+    rows, narrow = jnp.ones((2, 64)), jnp.ones((2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"float32\[2, 64\]: wants float32 rows .* O >= 6"):
+        cpu_product.product(rows, jnp.ones((2, 64)))
+    with pytest.raises(ValueError, match="product of bfloat16.*wants float32 rows"):
+        cpu_product.product(narrow, jnp.ones((48, 64)))
+    with pytest.raises(ValueError, match="norm of bfloat16.*wants float32 rows"):
+        cpu_norm.rms_norm(narrow, jnp.ones(64), 1e-5)
+    with pytest.raises(ValueError, match="a float32 weight"):
+        cpu_norm.rms_norm(rows, narrow[0], 1e-5)
+    window, keys = Window(None, None, jnp.asarray([5]), jnp.int32(7)), jnp.ones((1, 1, 256, 16))
+    with pytest.raises(ValueError, match="keys and values of one shape and type"):
+        cpu_attention.attend(jnp.ones((1, 2, 2, 16)), (keys, keys.astype(jnp.bfloat16)), window)
 
 
-def test_many_rows_go_to_xla_and_few_do_not():
-    def calls(width: int) -> int:
-        x, w = jax.ShapeDtypeStruct((width, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
-        return jax.jit(product).lower(x, w).as_text().count("failfast_product")
-
-    assert calls(1) and calls(cpu_kernels.MAX_WIDTH) and not calls(cpu_kernels.MAX_WIDTH + 1)
-
-
-def test_what_is_compiled_here_for_a_tpu_has_no_call():
-    x, w = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
-    lowered = jax.jit(product).trace(x, w).lower(lowering_platforms=("tpu",))
-    assert "failfast_product" not in lowered.as_text() and "dot_general" in lowered.as_text()
-
-
-def test_shapes_that_are_not_served():
-    assert "1 to 128 rows, not 129" in cpu_product.supports(width=129, outputs=64, dtype="float32")
-    assert "2 outputs" in cpu_product.supports(width=1, outputs=2, dtype="float32")
-    assert "float64" in cpu_product.supports(width=1, outputs=64, dtype="float64")
+@pytest.mark.parametrize("width, platform, calls", [(1, "cpu", 1), (128, "cpu", 1), (129, "cpu", 0), (8, "tpu", 0)])
+def test_many_rows_go_to_xla_and_so_does_what_is_compiled_here_for_a_tpu(width, platform, calls):
+    x, w = jax.ShapeDtypeStruct((width, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    lowered = jax.jit(product).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+    assert lowered.count("failfast_product") == calls and ("dot_general" in lowered) == (not calls)
 
 
 @pytest.mark.parametrize("size", [1, 15, 48, 577])
@@ -122,23 +116,15 @@ def test_norms_of_any_size(lanes, size):
 
 def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
     x, norm = numbers(1, 2, 3, 96), RMSNorm(96, 1e-5, jnp.float32)
-    for plain, ours in (
-        (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), norm),
-        (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), lambda x: unit_rms(x, 1e-5)),
-    ):
-        text = jax.jit(ours).lower(x).as_text()
-        assert "failfast_" in text, "the kernel is not called"
+
+    def plain(x):
+        return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+
+    for ours in (norm, lambda x: unit_rms(x, 1e-5)):
+        assert "failfast_" in jax.jit(ours).lower(x).as_text(), "the kernel is not called"
         np.testing.assert_allclose(ours(x), plain(x), rtol=1e-5)
         got, expected = (jax.grad(lambda x, of=of: (of(x) ** 3).sum())(x) for of in (ours, plain))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_rows_that_are_no_float32_are_refused():
-    with pytest.raises(ValueError, match="bfloat16: float32"):
-        cpu_norm.rms_norm(jnp.ones((2, 96), jnp.bfloat16), jnp.ones(96), 1e-5)
-    with pytest.raises(ValueError, match="a float32 weight"):
-        cpu_norm.rms_norm(jnp.ones((2, 96)), jnp.ones(96, jnp.bfloat16), 1e-5)
-    assert cpu_norm.supports(width=129, dtype="float32") == "1 to 128 rows, not 129"
 
 
 def test_what_is_shipped_is_what_the_c_file_says():

@@ -48,26 +48,15 @@ def test_a_weight_is_rounded_to_the_nearest_level_of_its_output(dtype):
     assert peaks[1, 2] == 0 and (np.delete(peaks.ravel(), 1 * 5 + 2) >= 127).all()
 
 
-def test_a_quantised_product_differs_by_the_rounding_alone():
-    layer = Linear((2, 24), 64, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    layer.bias[...] = jnp.arange(48.0).reshape(2, 24)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 5, 64)), jnp.float32)
-    small = quantization.with_rounded_matrices(layer)
-    restored = np.asarray(small.weight[...], np.float64) * small.scale[...]
-    expected = np.asarray(x, np.float64) @ restored.reshape(48, 64).T + np.arange(48.0)
-    np.testing.assert_allclose(small(x), expected, rtol=1e-5, atol=1e-4)
-    small.bias = None
-    assert small(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
-    assert small(x.astype(jnp.bfloat16), jnp.float32).dtype == jnp.float32
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_stay_close_and_the_original_as_it_was(tied):
     model = random_model(tiny_config(tie_embeddings=tied, mlp_bias=True))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model).quantized()
     expected = np.asarray(model.logits([PROMPT]))
     small = model.quantized()
     assert all(layer.weight[...].dtype == jnp.int8 for layer in linears(small))
     assert len(linears(small)) == 2 * 4 + 1
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), abstract, small))
     assert 1e-4 < difference(small.logits([PROMPT]), expected) < 0.03
     assert small.quantized().head.weight is small.head.weight
     assert all(layer.scale is None for layer in linears(model))
@@ -78,29 +67,17 @@ def test_logits_stay_close_and_the_original_as_it_was(tied):
     assert np.abs(np.asarray(small.head_weight) - np.asarray(model.head_weight)).max() < 0.05
 
 
-def test_half_the_bytes():
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "head_dim": 64, "vocab_size": 64}
-    model = random_model(tiny_config(**sizes), dtype="bfloat16")
-    small = model.quantized()
-    matrices = sum(layer.weight[...].nbytes for layer in linears(model))
-    assert matrices > 0.9 * quantization.parameter_bytes(model)
-    assert 0.5 < quantization.parameter_bytes(small) / quantization.parameter_bytes(model) < 0.56
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model).quantized()
-    assert quantization.parameter_bytes(abstract) == quantization.parameter_bytes(small)
-    assert jax.tree.structure(abstract) == jax.tree.structure(small)
-
-
-@pytest.mark.parametrize("kind", ["ar", "extended"])
-def test_lossless_against_the_quantised_target(kind):
+@pytest.mark.parametrize("method", ["ar", "failfast"])
+def test_lossless_against_the_quantised_target(method):
     target = random_model(tiny_config())
     # Drafting with the target itself: everything is accepted.
-    drafter = target if kind == "ar" else random_extended(target)
+    drafter = target if method == "ar" else random_extended(target)
     engine = FailFast(target, drafter, quantize="int8", quantize_drafter="int8")
-    reader = engine.drafter.network if kind == "extended" else engine.drafter
+    reader = engine.drafter if method == "ar" else engine.drafter.network
     assert all(layer.scale is not None for layer in linears(engine.target) + linears(reader))
-    drafting = {"method": "ar"} if kind == "ar" else {"method": "failfast", "max_spec_len": 4}
-    (found,) = lossless(engine, [PROMPT], spec_len=4, max_new_tokens=24, ignore_eos=True, **drafting)
-    assert kind != "ar" or found.stats.accepted == found.stats.drafted > 10
+    drafts = {"spec_len": 4} if method == "ar" else {"spec_len": 4, "max_spec_len": 4}
+    (result,) = lossless(engine, [PROMPT], method=method, max_new_tokens=24, ignore_eos=True, **drafts)
+    assert method != "ar" or result.stats.accepted == result.stats.drafted > 10
 
 
 @pytest.mark.parametrize("name", ["qwen2_target_160", "llama_tied"])

@@ -6,11 +6,11 @@ import hashlib
 import io
 import json
 import logging
+import re
 import sys
 
 import pytest
 from checkpoint_files import FIXTURES
-from tiers import tiers
 
 from failfast_jax import FailFast
 from failfast_jax.bench.comparison import first_difference
@@ -20,7 +20,6 @@ from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Widths
 from failfast_jax.default_pair import embedded_drafter
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
-from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.transformer import as_untrained_drafter
 from failfast_jax.runtime import model_runtime
 
@@ -33,8 +32,7 @@ except CheckpointError as error:
 
 GOLDEN = json.loads((FIXTURES / "smollm2_greedy.json").read_text(encoding="utf-8"))
 CASES = {case["name"]: case for case in GOLDEN["cases"]}
-SHORT = ("code_completion", "one_token")
-DRAFTS = {"failfast": {"spec_len": 7, "max_spec_len": 7}, "lookup": {}, "vanilla": {}}
+DRAFTS = {"method": "failfast", "spec_len": 7, "max_spec_len": 7}
 
 
 @pytest.fixture(scope="module")
@@ -63,53 +61,29 @@ def test_greedy_tokens_equal_those_of_transformers(engine, name):
     assert result.finish_reason == ("length" if len(case["new_ids"]) == 64 else "eos")
 
 
-@pytest.mark.parametrize("name", SHORT)
-@pytest.mark.parametrize("method", tiers(["lookup", "failfast"], quick=["failfast"]))
-def test_drafting_changes_nothing(engine, method, name):
+@pytest.mark.parametrize("name, exact", [("code_completion", False), ("one_token", False), ("code_completion", True)])
+def test_drafting_changes_nothing(engine, name, exact):
     case = CASES[name]
-    (result,) = engine.generate([case["prompt_ids"]], method=method, max_new_tokens=16, **DRAFTS[method])
+    (result,) = engine.generate([case["prompt_ids"]], max_new_tokens=16, exact=exact, **DRAFTS)
     at = first_difference(case["new_ids"][:16], result.output_ids)
-    assert at is None or case["gaps"][at] < 1e-3
+    assert at is None or (not exact and case["gaps"][at] < 1e-3)
     assert result.stats.drafted > 0
 
 
-@pytest.mark.parametrize("name", SHORT[:1])
-def test_exact_answers_are_identical(engine, name):
-    prompt = CASES[name]["prompt_ids"]
-    answers = {
-        method: engine.generate([prompt], method=method, max_new_tokens=16, exact=True, **options)[0].output_ids
-        for method, options in DRAFTS.items()
-    }
-    assert answers["lookup"] == answers["failfast"] == answers["vanilla"]
-    assert len(answers["vanilla"]) == 16
-
-
-def test_the_command_line_answers_a_prompt_from_stdin(engine, monkeypatch, capsys):
-    case = CASES["chat_question"]  # one user turn of the model's chat template
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?"))
-    assert main(["--method", "vanilla", "--max-new-tokens", "64"]) == 0
+def test_the_command_line_answers_a_prompt_from_stdin_with_the_default_drafter(monkeypatch, capsys):
+    case = CASES["list_request"]  # one user turn of the model's chat template
+    monkeypatch.setattr(sys, "stdin", io.StringIO("List ten animals that live in the sea, one per line."))
+    assert main(["--method", "failfast", "--max-new-tokens", "64"]) == 0
     captured = capsys.readouterr()
     assert captured.out == case["text"] + "\n"
-    assert f"vanilla: {len(case['new_ids'])} tokens" in captured.err
-
-
-def test_the_default_drafter_ships(caplog):
-    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        pair = FailFast.load(method="failfast")
-    assert pair.drafter_name == str(embedded_drafter()) and "not trained" not in caplog.text
-    assert pair.build_drafter(GenerationConfig()).max_draft == 15  # the text's; its own are shorter
-    folder = embedded_drafter()
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 32 * 2**20
     # A drafter that draws a blank is not the one that was trained.
-    result = pair.generate(["Name three colours."], method="failfast", max_new_tokens=24)[0]
-    assert result.stats.accepted >= 3
-    assert (
-        result.output_ids == pair.generate(["Name three colours."], method="vanilla", max_new_tokens=24)[0].output_ids
-    )
+    assert int(re.search(r"failfast: 64 tokens.* (\d+) of \d+ drafted tokens accepted", captured.err)[1]) >= 8
+    assert "not trained" not in captured.err
+    assert sum(file.stat().st_size for file in embedded_drafter().iterdir()) <= 32 * 2**20
 
 
 @pytest.mark.long(rare=True)
-def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
+def test_the_schedule_that_needs_a_standalone_drafter_warns(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         pair = FailFast.load(method="failfast", schedule="aligned")
     assert "not trained to draft" in caplog.text

@@ -116,25 +116,24 @@ class AnswerLog(Journal):
         """Returns `vanilla`'s answer that was timed back to back with this one."""
         return self.answers.get((record["dataset"], record["question"], record["repeat"], BASELINE, record["block"]))
 
-    def verdict(self, record: Record, near_tie: float, exact: bool) -> str | None:
+    def verdict(self, record: Record, near_tie: float) -> str:
         """Compares an answer with `vanilla`'s beside it.
 
         Args:
           near_tie: gap of the target's two best logits below which a difference is excused.
-          exact: nothing is excused.
         """
         baseline, difference = self.baseline_of(record), self.differences.get(key_of(DIFFERENCE, record))
         if baseline is None or baseline["output_ids"] == record["output_ids"]:
             return EQUAL
-        if difference is not None and not exact and difference["logit_gap"] < near_tie:
+        if difference is not None and difference["logit_gap"] < near_tie:
             return NEAR_TIE
         return DIFFERENT if record.get("compared", True) else OTHER_SAMPLE
 
-    def frame(self, near_tie: float = 0.0, exact: bool = False) -> pd.DataFrame:
+    def frame(self, near_tie: float = 0.0) -> pd.DataFrame:
         """Returns the answers that were timed beside `vanilla`'s, one a line.
 
         A killed run's last turn may lack `vanilla`'s answer. Added to the records' fields are `vanilla_s`, `verdict`
-        (see there for the arguments) and, from the rounds: `accepted`, the drafted tokens that became output (a last
+        (see there for the argument) and, from the rounds: `accepted`, the drafted tokens that became output (a last
         draft may agree beyond the answer's end), `verified`, rows of all verifies, `max_accepted` and `max_drafted`.
         """
         lines = []
@@ -145,7 +144,7 @@ class AnswerLog(Journal):
             accepted = [min(entry["accepted"], entry["emitted"]) for entry in rounds]
             line = {
                 "vanilla_s": baseline["decode_s"],
-                "verdict": self.verdict(record, near_tie, exact),
+                "verdict": self.verdict(record, near_tie),
                 "accepted": sum(accepted),
                 "verified": sum(entry.get("nodes", entry["drafted"]) for entry in rounds) + record["rounds"],
                 "max_accepted": max(accepted, default=np.nan),

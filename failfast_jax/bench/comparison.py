@@ -95,10 +95,7 @@ def missing_rows(turn: Turn, log: AnswerLog) -> list[Row]:
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
     """Returns the index of the first differing token; None if the lists are equal."""
-    for index, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
+    return next((index for index, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
 
 
 def logit_gap(engine: FailFast, ids: list[int]) -> float:
@@ -125,9 +122,6 @@ def promises_equality(config: GenerationConfig) -> bool:
 class Comparison:
     """The engines of one process, and their answers to the questions of a plan.
 
-    Args:
-      engines: None: those that the plan's configuration names.
-
     Attributes:
       rows: those that can run here.
       left_out: labels of the others, which are optional, with the reason.
@@ -137,10 +131,10 @@ class Comparison:
       ValueError: a model or row that cannot be served; nothing has been answered then.
     """
 
-    def __init__(self, plan: RunPlan, engines: EnginePool | None = None):
+    def __init__(self, plan: RunPlan):
         config = plan.config
         self.plan, self.log = plan, AnswerLog()
-        self.engines = engines or EnginePool(
+        self.engines = EnginePool(
             config.target,
             config.drafter,
             config.ar_drafter,
@@ -263,15 +257,13 @@ class Comparison:
                         place = f"prompt {question.id} of {dataset.name}"
                         raise ValueError(f"{self.log.path}: made with other settings ({place}); name another --out")
 
-    def _engine(self, row: Row) -> FailFast:
-        return self.engines.get(row, self._configs[row.label])
-
     def _results(self, row: Row, dataset: Dataset, questions: list[Question]) -> list[Result]:
         """Returns warm answers to questions that are asked together.
 
         A row's corpus holds the questions before the first one, and `vanilla`'s answers to them.
         """
-        engine, config = self._engine(row), self._configs[row.label]
+        config = self._configs[row.label]
+        engine = self.engines.get(row, config)
         engine.corpus = None
         if CORPUS in row.options:
             engine.corpus = Corpus(row.options[CORPUS])
@@ -324,7 +316,8 @@ class Comparison:
             at = first_difference(baseline["output_ids"], record["output_ids"])
             if at is None:
                 continue
-            gap = logit_gap(self._engine(row), self.encode(dataset, question) + baseline["output_ids"][:at])
+            engine = self.engines.get(row, self._configs[row.label])
+            gap = logit_gap(engine, self.encode(dataset, question) + baseline["output_ids"][:at])
             place = {name: record[name] for name in ("dataset", "question", "repeat", "setting")}
             self.log.append({"kind": DIFFERENCE, **place, "first_difference": at, "logit_gap": gap})
             verdict = NEAR_TIE if gap < config.near_tie and not self.plan.common.exact else DIFFERENT
@@ -336,7 +329,7 @@ class Comparison:
 
 def planned_answers(log: AnswerLog, plan: RunPlan, rows: Sequence[Row]) -> pd.DataFrame:
     """Returns the answers of a log that a plan asks for, in the order of its questions, whoever answered first."""
-    answers = log.frame(plan.config.near_tie, plan.common.exact)
+    answers = log.frame(0.0 if plan.common.exact else plan.config.near_tie)
     order = {(d.name, q.id): at for at, (d, q) in enumerate((d, q) for d in plan.datasets for q in d.questions)}
     answers["order"] = [order.get(place, -1) for place in zip(answers.dataset, answers.question)]
     asked = answers.setting.isin([BASELINE, *(row.label for row in rows)]) & (answers.repeat < plan.config.repeats)

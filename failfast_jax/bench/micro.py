@@ -83,7 +83,7 @@ def attention(pair: FailFast) -> dict[str, Any]:
     bandwidth, times = hardware.bandwidth(2**29)["read"], []
     cases = [(name, live) for name in shapes for live in (CPU_CONTEXTS if on_cpu else CONTEXTS)]
     for name, live in progress_bar("attention", "case", cases):
-        heads, kv_heads, head_dim = shapes[name]
+        _, kv_heads, head_dim = shapes[name]
         layer_bytes = 2 * kv_heads * live * head_dim * dtype.itemsize
         model = {"dtype": dtype, "head_dim": head_dim}
         served = [
@@ -91,22 +91,23 @@ def attention(pair: FailFast) -> dict[str, Any]:
         ]
         for rows in TIMED_ROWS:
             case = {"shape": name, "rows": rows, "live": live, "reading_ms": 1e3 * layer_bytes / bandwidth}
-            ms = {kernel: time_attention(heads, kv_heads, head_dim, rows, live, dtype, kernel) for kernel in served}
+            ms = {kernel: time_attention(shapes[name], rows, live, dtype, kernel) for kernel in served}
             times.append({**case, "ms": ms})
     return {"read_bandwidth_bytes_per_s": bandwidth, "times": times}
 
 
-def time_attention(
-    heads: int, kv_heads: int, head_dim: int, rows: int, live: int, dtype: jnp.dtype, kernel: str
-) -> float:
+def time_attention(shape: tuple[int, int, int], rows: int, live: int, dtype: jnp.dtype, kernel: str) -> float:
     """Returns the median milliseconds of one layer's `attend` (rotate, write, attend), in a run over `LAYERS` caches.
 
     Args:
-      rows: of the window, the last of the `live` positions.
+      shape: one of `SHAPES`.
+      rows: number of rows of the window, the last of the `live` positions.
     """
+    heads, kv_heads, head_dim = shape
     keys = jax.random.split(jax.random.key(0), 2 * LAYERS + 1)
-    shape = (1, kv_heads, round_up(live, 256), head_dim)
-    caches = [tuple(jax.random.normal(key, shape, dtype) for key in keys[2 * i : 2 * i + 2]) for i in range(LAYERS)]
+    cache_shape = (1, kv_heads, round_up(live, 256), head_dim)
+    written = [jax.random.normal(key, cache_shape, dtype) for key in keys[:-1]]
+    caches = list(zip(written[::2], written[1::2]))
     qkv = jax.random.normal(keys[-1], (1, rows, kv_heads, heads // kv_heads + 2, head_dim), dtype)
     angles = jnp.ones((1, rows, 1, head_dim // 2), jnp.float32)
     window = Window(jnp.cos(angles), jnp.sin(angles), jnp.asarray([live - rows]), jnp.int32(live))

@@ -270,7 +270,8 @@ FIGURES: dict[str, Callable[[RunAnswers], Any]] = {
 }
 
 
-def draw_all(source: Path, folder: Path) -> list[Path]:
-    """Draws what the records of `source` can fill into `folder`; says on stderr what they cannot."""
-    run = RunAnswers.read(source)
-    return draw_each({name: functools.partial(draw, run) for name, draw in FIGURES.items()}, folder)
+def draw_all(folder: Path) -> None:
+    """Draws what a run's records can fill into its folder `figures`; says on stderr which, and what they cannot."""
+    run = RunAnswers.read(folder)
+    for file in draw_each({name: functools.partial(draw, run) for name, draw in FIGURES.items()}, folder / "figures"):
+        print(file, file=sys.stderr)

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -35,7 +35,7 @@ from failfast_jax.decoding.decode_state import DecodeState, Draft, Prompts, Roun
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.picking import argmax
 from failfast_jax.decoding.placement import StatePlacement
-from failfast_jax.decoding.stopping import AtLength, Never
+from failfast_jax.decoding.stopping import Never, StopRule
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Plan, buffer_length, make_plan
 from failfast_jax.drafters.block_diffusion import BlockState, Wide
 from failfast_jax.errors import OptionError
@@ -80,21 +80,21 @@ class Models(NamedTuple):
     drafter: Wide
 
 
-@flax.struct.dataclass
-class Draws:
-    """Lengths that are imposed on each round."""
+class Draws(NamedTuple):
+    """Lengths that are imposed on each round: chunks of the draft, and drafted tokens that agree."""
 
     chunks: Int[Array, " R"]
-    """Chunks of the draft."""
     accepted: Int[Array, " R"]
-    """Drafted tokens that agree."""
 
 
-def prompt_of(tokens: np.ndarray) -> Prompts:
-    """Returns a prompt that is answered greedily, without stop tokens: an argument of programs, as in the engine."""
-    stop = jnp.asarray(decode_round.stop_tokens(()))
-    length = jnp.asarray([len(tokens)], jnp.int32)
-    return Prompts(jnp.asarray(tokens[None], jnp.int32), length, stop, decode_round.greedy_sampling(1))
+@flax.struct.dataclass
+class AtLength(StopRule):
+    """Stop at a length, whatever the confidences."""
+
+    length: Int[Array, ""]
+
+    def stops(self, draft, memory):
+        return draft.drafted >= self.length
 
 
 def compiled(function: Callable, **static: Any) -> Callable:
@@ -269,21 +269,6 @@ def abstract_pair(options: ReplayOptions, mesh: Mesh | None = None) -> Models:
     return jax.tree.map(shape, Models(model(options.target), Wide(model=model(options.drafter), rule=Never(), **sizes)))
 
 
-def medians(actions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Returns the median seconds of each action over `repeats` turns.
-
-    A machine's speed drifts within minutes by more than most differences: actions take turns, every other turn in
-    reversed order. A first turn is not counted. Arrays that an action returns are waited for.
-    """
-    seconds: dict[str, list[float]] = {key: [] for key in actions}
-    for turn in range(repeats + 1):
-        for key in list(actions)[:: -1 if turn % 2 else 1]:
-            start = time.perf_counter()
-            jax.block_until_ready(actions[key]())
-            seconds[key].append(time.perf_counter() - start)
-    return {key: float(np.median(values[1:])) for key, values in seconds.items()}
-
-
 class ReplayedPair:
     """One target and drafter, and the programs that are timed on them. Nothing is allocated before `measure`.
 
@@ -325,11 +310,13 @@ class ReplayedPair:
         return timed | {name: (replay, case.draws) for name, case in self.cases.items()}
 
     def shapes(self) -> tuple[Models, Caches, Prompts]:
-        """Returns the programs' arguments: shapes of models and caches, and a random context."""
+        """Returns the programs' arguments: shapes of models and caches, and a random context without stop tokens."""
         rng, pair = np.random.default_rng(self.options.seed), (self.models.target, self.models.drafter.model)
-        tokens = rng.integers(0, min(model.config.vocab_size for model in pair), self.options.context)
-        length = buffer_length(self.capacity, self.models.drafter, self.plan)
-        return self.models, model_shapes.abstract_caches(pair, length, self.options.dtype), prompt_of(tokens)
+        tokens = rng.integers(0, min(model.config.vocab_size for model in pair), (1, self.options.context))
+        length, stop = jnp.asarray([tokens.size], jnp.int32), jnp.asarray(decode_round.stop_tokens(()))
+        prompt = Prompts(jnp.asarray(tokens, jnp.int32), length, stop, decode_round.greedy_sampling(1))
+        positions = buffer_length(self.capacity, self.models.drafter, self.plan)
+        return self.models, model_shapes.abstract_caches(pair, positions, self.options.dtype), prompt
 
     def needed_bytes(self) -> int:
         """Bytes of weights, caches and logits on each device."""
@@ -361,19 +348,18 @@ class ReplayedPair:
             models, caches = self._everywhere((models, caches))
         prompt = self._everywhere(prompt)
         programs = {name: (program, self._everywhere(last)) for name, (program, last) in self.programs.items()}
-        turns = self.options.repeats + 1
+        turns, seconds = self.options.repeats + 1, {name: [] for name in programs}
         with progress_bar(f"replay {self.options.target}", "run", total=turns * len(programs)) as bar:
-
-            def run(name: str) -> Any:
-                nonlocal caches  # each run takes them over from the one before
-                program, last = programs[name]
-                bar.set_postfix_str(name)
-                caches, self.logs[name] = program(models, caches, prompt, last)
-                bar.update()
-                return self.logs[name]
-
-            actions = {name: functools.partial(run, name) for name in programs}
-            self.seconds = medians(actions, self.options.repeats)
+            for turn in range(turns):
+                # A machine's speed drifts by more than most differences: every other turn in reversed order.
+                for name in list(programs)[:: -1 if turn % 2 else 1]:
+                    bar.set_postfix_str(name)
+                    program, last = programs[name]
+                    start = time.perf_counter()
+                    caches, self.logs[name] = jax.block_until_ready(program(models, caches, prompt, last))
+                    seconds[name].append(time.perf_counter() - start)
+                    bar.update()
+        self.seconds = {name: float(np.median(times[1:])) for name, times in seconds.items()}
 
     def report(self, speed: dict[str, float]) -> dict[str, Any]:
         """Returns the target's record after `measure`.

@@ -170,6 +170,8 @@ class Row:
 
 
 VANILLA = Row(BASELINE, BASELINE)
+PLAIN_ROWS = {method: Row(method, method) for method in METHODS}
+"""Methods with their defaults."""
 
 
 def for_size(options: Mapping[str, Any], target: str | None, label: str) -> dict[str, Any]:
@@ -211,13 +213,10 @@ class RowEntry(CommandOptions):
         return Row(self.label, self.method, options, self.label if self.sweep else "")
 
 
-def plain_rows() -> dict[str, Row]:
-    """Returns each method with its defaults."""
-    return {method: Row(method, method) for method in METHODS}
-
-
 def parse_row(text: str, known: Mapping[str, Row], shown: str) -> Row:
     """Returns the row that `NAME` or `NAME:key=value,...` stands for; messages begin with `shown`."""
+    if text in known:  # a label may have a colon
+        return known[text]
     name, _, rest = text.partition(":")
     if name not in known:
         raise ValueError(f"{shown}: there is no such row; rows: {', '.join(known)}, or {ALL}")
@@ -235,7 +234,7 @@ def select_rows(
     """Returns the rows of a run, sweeps expanded, equal ones merged, `vanilla` left out (it always runs).
 
     Args:
-      entries: `--methods`: names of rows or methods with options, or `all`; empty: the file's rows, or `all`.
+      entries: `--methods`: names of rows or methods with options, or `all`.
       sweeps: `--sweep`: the same, beside those.
       file_rows: rows of the file, unexpanded.
       overrides: `--set ROW:key=value`.
@@ -244,20 +243,15 @@ def select_rows(
     Raises:
       ValueError: an unknown row, method or option, two different rows of one label, or no row at all.
     """
-    known = plain_rows() | {row.label: row for row in file_rows}
-    entries = list(entries) or [row.label for row in file_rows] or [ALL]
-    by_label = {row.label for row in file_rows}
-    names = {text if text in by_label else text.partition(":")[0] for text in (*entries, *sweeps)}
+    known = PLAIN_ROWS | {row.label: row for row in file_rows}
+    names = {text if text in known else text.partition(":")[0] for text in (*entries, *sweeps)}
     for text in overrides:
         name, _, pair = text.partition(":")
         if name not in known or not {name, ALL} & names:
             raise ValueError(f"--set {text}: there is no such row; rows: {', '.join(sorted(names))}")
         options = parse_options(f"--set {text}", [pair], known[name].method)
         known[name] = dataclasses.replace(known[name], options={**known[name].options, **options})
-    chosen = []
-    for text in entries:
-        if text != ALL:
-            chosen.append(known[text] if text in by_label else parse_row(text, known, f"--methods {text}"))
+    chosen = [parse_row(text, known, f"--methods {text}") for text in entries if text != ALL]
     chosen += [parse_row(text, known, f"--sweep {text}") for text in sweeps]
     if ALL in entries:
         chosen += [dataclasses.replace(known[name], optional=True) for name in METHODS if name not in entries]

@@ -8,7 +8,6 @@ two best logits (with --exact: at all).
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def work(args: argparse.Namespace) -> int:
     config = RunConfig.from_flags(args)
     out = processes.output_folder(user_path(config.out))
     if args.redraw:
-        draw(out)
+        plots.draw_all(out)
         return 0
     plan = check(config)
     with sole_writer(out):
@@ -84,7 +83,7 @@ def compare(plan: RunPlan, out: Path) -> int:
     }
     print(write_summary(plan.datasets, comparison.rows, answers, about, out))
     if config.figures:
-        draw(out)
+        plots.draw_all(out)
     return int((answers.verdict == DIFFERENT).any())
 
 
@@ -101,9 +100,3 @@ def scores(comparison: Comparison, log: AnswerLog, answers: pd.DataFrame, datase
             log.append({"kind": SCORE, **record, "right": scoring.is_right(asked[place][0], text, asked[place][1])})
         right.append(log.scores[key]["right"])
     return pd.Series(right, index=answers.index, dtype=float)
-
-
-def draw(out: Path) -> None:
-    """Draws all figures of a run's records, and says which."""
-    for file in plots.draw_all(out, out / "figures"):
-        print(file, file=sys.stderr)

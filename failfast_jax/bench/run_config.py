@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from failfast_jax.bench.rows import (
     ALL,
+    PLAIN_ROWS,
     Row,
     RowEntry,
     check_common,
@@ -17,7 +18,6 @@ from failfast_jax.bench.rows import (
     option_names,
     parse_options,
     parse_row,
-    plain_rows,
     select_rows,
     split_entries,
 )
@@ -26,7 +26,7 @@ from failfast_jax.drafters import METHODS
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels.kernel_table import KERNELS
-from failfast_jax.options import CommandOptions, add_flag, check_value, option, type_of
+from failfast_jax.options import CommandOptions, add_flag, option, type_of
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset
 from failfast_jax.util import processes
@@ -98,21 +98,17 @@ class RunConfig(CommandOptions):
           ValueError: a file that cannot be read, or a value that is refused.
         """
         path = PRESETS.get(args.preset, args.config)
-        flags = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(cls)}
-        flags = {name: _frozen(value) for name, value in flags.items() if value is not None}
+        names = [field.name for field in dataclasses.fields(cls)]
+        flags = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+        flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
         flags |= {name: None for name in MODELS if flags.get(name) == "none"}
         return cls(**{**(read_config(path) if path is not None else {}), **flags})
 
     def common(self) -> GenerationConfig:
         """Returns the options of every row that has none of its own, checked."""
-        texts = [text for text in self.set if not _names_row(text)]
-        exact = {"exact": True} if self.exact else {}
-        options = {
-            "max_new_tokens": self.max_new_tokens,
-            **(self.options or {}),
-            **parse_options("--set", texts),
-            **exact,
-        }
+        options = {"max_new_tokens": self.max_new_tokens, **(self.options or {})}
+        options |= parse_options("--set", [text for text in self.set if not _names_row(text)])
+        options |= {"exact": True} if self.exact else {}
         config = GenerationConfig(**options)
         config.validate()
         return config
@@ -124,15 +120,16 @@ class RunConfig(CommandOptions):
           ValueError: an unknown method or option; the message names the flag or the file's entry.
         """
         file_rows = [
-            parse_row(entry, plain_rows(), f"methods: {entry}")
+            parse_row(entry, PLAIN_ROWS, f"methods: {entry}")
             if isinstance(entry, str)
             else read_entry(RowEntry, entry, "methods").row()
             for entry in self.rows
             if entry != ALL
         ]
-        methods = split_entries(self.methods) or [""] if self.methods is not None else [ALL] * (ALL in self.rows)
-        if self.methods is None:
-            methods += [row.label for row in file_rows]
+        if self.methods is not None:
+            methods = split_entries(self.methods) or [""]
+        else:
+            methods = [row.label for row in file_rows] + [ALL] * (ALL in self.rows or not file_rows)
         common = self.common()
         rows = select_rows(methods, self.sweep, file_rows, list(filter(_names_row, self.set)), self.target)
         check_common(common, rows)
@@ -197,10 +194,6 @@ class DatasetEntry(CommandOptions):
         )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _names_row(text: str) -> bool:
     return ":" in text.partition("=")[0]
 
@@ -211,17 +204,16 @@ def read_entry(kind: type[Entry], entry: Any, where: str) -> Entry:
     Raises:
       ValueError: no mapping, an unknown key, or a value that is refused; the message begins with `where`.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    if not isinstance(entry, Mapping) or entry.keys() - fields.keys():
+    fields = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(entry, Mapping) or entry.keys() - set(fields):
         raise ValueError(f"{where}: {entry!r} must be text, or have the keys {', '.join(fields)}")
     for key, value in entry.items():
         if isinstance(value, Mapping) and not all(isinstance(name, str) for name in value):
             raise ValueError(f"{where}: {key} {value!r}: its keys must be text")
-        try:
-            check_value(fields[key], value)
-        except OptionError as error:
-            raise ValueError(f"{where}: {error}") from None
-    return kind(**entry)
+    try:
+        return kind(**entry)
+    except OptionError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -159,9 +159,7 @@ def _program_in(text: str) -> str:
 def humaneval_program(answer: str, reference: Mapping[str, Any]) -> str:
     """Returns the problem, the answer's code (a whole function, or the rest of one) and the problem's tests."""
     entry = reference["entry_point"]
-    code = code_of(answer, entry)
-    if code is None:
-        code = answer
+    code = code_of(answer, entry) or answer
     if re.search(rf"^(?:async\s+)?def\s+{re.escape(entry)}\b", code, re.MULTILINE):
         code = re.sub(r"^from __future__ import .*$", "", _program_in(code), flags=re.MULTILINE)  # in front of all else
         body = f"{reference['prompt']}\n\n{code}"

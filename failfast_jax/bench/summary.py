@@ -140,9 +140,9 @@ def of_dataset(
     for sweep, points in sweeps.items():
         page = cells(table.loc[points["points"]], OF_SWEEPS).rename(index={points["best"]: f"**{points['best']}**"})
         parts += [f"Sweep `{sweep}`; in bold the fastest:", to_markdown(page, "row")]
-    about = {"questions": len(dataset.questions), "rows": names, "sweeps": sweeps}
+    about = {"questions": len(dataset.questions), "rows": names, "sweeps": sweeps, "settings": nested(table)}
     table.insert(0, "row", [names.get(label, "") for label in table.index])
-    return {**about, "settings": nested(table.drop(columns="row"))}, table, "\n\n".join(parts)
+    return about, table, "\n\n".join(parts)
 
 
 def write_summary(

@@ -24,19 +24,11 @@ from failfast_jax.decoding.decode_round import (
 )
 from failfast_jax.decoding.decode_state import Prompts
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.stopping import (
-    AtLength,
-    BelowThreshold,
-    CongestionWindow,
-    DraftSoFar,
-    Never,
-    StopRule,
-)
+from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow, DraftSoFar, Never, StopRule
 from failfast_jax.decoding.verification import verify
 from failfast_jax.decoding.width_plan import Plan, buffer_length, make_plan, prefill_schedule
 
 __all__ = [
-    "AtLength",
     "BelowThreshold",
     "CongestionWindow",
     "DraftSoFar",

@@ -79,16 +79,6 @@ class Never(StopRule):
 
 
 @flax.struct.dataclass
-class AtLength(StopRule):
-    """Stop at a length, whatever the confidences."""
-
-    length: Int[ArrayLike, ""]
-
-    def stops(self, draft, memory):
-        return draft.drafted >= self.length
-
-
-@flax.struct.dataclass
 class CongestionWindow(StopRule):
     """Draft as far as the round before went well (paper, Appendix E, after TCP's congestion control).
 

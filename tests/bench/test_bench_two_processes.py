@@ -13,6 +13,7 @@ from checkpoint_files import run_python
 
 from failfast_jax.bench.replay import ReplayedPair, ReplayOptions
 from failfast_jax.util.command_line import USAGE_ERROR
+from tpu_scripts.first_ten_minutes import QUICK_REPLAY
 
 pytestmark = pytest.mark.long(rare=True)
 
@@ -39,14 +40,12 @@ def test_an_installation_is_checked_on_each_host(tmp_path):
 
 
 def test_two_processes_replay_together(tmp_path):
-    options = {"target": "tiny", "drafter": "tiny-drafter", "dataset": "math", "dtype": "float32", "platform": "gpu"}
-    options |= {"context": 40, "rounds": 12, "repeats": 1}
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    command = ["failfast_jax.bench", "replay", *flags, "--tensor-parallel", "4", "--out", tmp_path]
+    command = ["failfast_jax.bench", "replay", *QUICK_REPLAY, "--tensor-parallel", "4", "--out", tmp_path]
     devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     first, second = both(*command, XLA_FLAGS=devices)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "| tiny | verify, 72 rows |" in first.stdout and second.stdout == ""
     [record] = json.loads((tmp_path / "replay.json").read_text())["targets"]
-    whole = ReplayedPair(ReplayOptions(**options)).needed_bytes()
+    options = ReplayOptions("tiny", "tiny-drafter", "math", 12, 40, "float32", "gpu", repeats=1)
+    whole = ReplayedPair(options).needed_bytes()
     assert whole / 4 < record["needed_bytes"] < 0.6 * whole

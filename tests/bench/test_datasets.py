@@ -1,6 +1,7 @@
 """Questions from files, from the Hub's cache and from a package."""
 
 import argparse
+import collections
 import json
 import sys
 import types
@@ -9,7 +10,7 @@ import unittest.mock
 import numpy as np
 import pytest
 
-from failfast_jax.bench.run_config import RunConfig, add_arguments
+from failfast_jax.bench.run_config import PRESETS, RunConfig, add_arguments, read_config
 from failfast_jax.checkpoints import hub
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import load_dataset
@@ -20,7 +21,7 @@ ROWS = {
     "gsm8k": {"question": "Two and two thousand?", "answer": "2+2000=<<2+2000=2002>>2002\n#### 2,002"},
     "gpqa": {
         "Record ID": "rec1",
-        "Question": "Which?",
+        "Question": "Which one?",
         "Correct Answer": "this",
         **{f"Incorrect Answer {i}": f"that {i}" for i in (1, 2, 3)},
     },
@@ -63,11 +64,24 @@ def test_every_dataset_from_a_file(name, tmp_path):
     assert template.startswith("Q: ") and "step by step" not in template
 
 
+def test_choices(tmp_path):
+    """The preset has the correct answer first; the other order is that of every other run."""
+    file = write(tmp_path / "gpqa.jsonl", [{**ROWS["gpqa"], "Correct Answer": " this\n"}])
+    preset = read_config(PRESETS["failfast-paper"]) | {"dataset": ("gpqa",), "data": (f"gpqa={file}",)}
+    (first,), (shuffled,) = (RunConfig(**preset, choices=c).read_datasets()[0].questions for c in (None, "shuffled"))
+    assert first.reference == {"answer": "A"} and "(A)  this\n\n        (B) that 1" in first.prompt
+    (usual,) = load_dataset("gpqa", data=file, template="{A}|{B}|{C}|{D}").questions
+    assert all(f") {text}\n" in shuffled.prompt for text in usual.prompt.split("|"))
+    assert shuffled.reference == usual.reference != {"answer": "A"}
+    with pytest.raises(ValueError, match="--choices shuffled: --dataset does not name gpqa"):
+        RunConfig(dataset=("aime",), choices="shuffled").read_datasets()
+
+
 def test_correct_choices_are_spread(tmp_path):
     rows = [{**ROWS["gpqa"], "Question": f"Which {i}?", "Record ID": str(i)} for i in range(60)]
     questions = load_dataset("gpqa", data=write(tmp_path / "rows.jsonl", rows)).questions
-    letters = [question.reference["answer"] for question in questions]
-    assert min(letters.count(letter) for letter in "ABCD") >= 5
+    counts = collections.Counter(question.reference["answer"] for question in questions)
+    assert min(counts[letter] for letter in "ABCD") >= 5
 
 
 def test_files_of_every_kind(tmp_path):
@@ -108,8 +122,8 @@ def test_from_the_hub(monkeypatch):
     assert load_dataset("gsm8k").questions[0].reference == {"answer": "2002"}
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
     fake.load_dataset = unittest.mock.Mock(side_effect=ConnectionError("no route"))
-    with pytest.raises(ValueError, match=r"MATH-500 is neither in the Hub's cache.*no route.*--data FILE"):
-        load_dataset("math500")
+    with pytest.raises(ValueError, match=r"(?s)MATH-500 is neither.*no route.*--data FILE.*gsm8k: openai/gsm8k is n"):
+        RunConfig(dataset=("math500,gsm8k",)).read_datasets()
     monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
     with pytest.raises(ValueError, match=r"nobody answers\); it is gated.*/gpqa, then hf auth login"):
         load_dataset("gpqa")
@@ -152,6 +166,7 @@ def test_bad_files(name, file, content, message, tmp_path):
         ("mbpp", {}, "mbpp: must be one of math500"),
         ("humaneval", {"template": "{question}"}, "unknown field 'question'"),
         ("my.jsonl", {"template": "{problem}"}, "takes no --data and no template"),
+        ("aime", {"choices": "shuffled"}, "aime: choices 'shuffled'"),
     ],
 )
 def test_bad_requests(name, options, message):

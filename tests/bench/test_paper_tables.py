@@ -98,25 +98,24 @@ def test_claims():
     assert found["... Qwen2.5-32B"] == ["4.90 to 4.90", "3.1 to 4.9"]
     assert found["longest accepted draft, MATH"][0] == "10.00"
     alone = [r for r in RECORDS if r["setting"] in ("vanilla", "wide")]
-    assert {ours for ours, _ in claimed(paper_run(alone)).values()} == {"-"} and len(found) == len(claims.CLAIMS)
+    assert {ours for ours, _ in claimed(paper_run(alone)).values()} == {"-"}
 
 
 def test_claims_follow_from_appendix_b():
-    """Its own figures are rounded: latencies fall by 22.9, 41.1 and 17.1 % in the text."""
-    tables = [averages.published_of(f"Qwen2.5-{size}-Instruct") for size in ("32B", "14B")]
-    for row, other, name, paper in (
-        (FAST_DLLM, AR, "draft_ms", 22.9),
-        (FAILFAST, FAST_DLLM, "draft_ms", 41.1),
-        (FAILFAST, AR, "verify_ms", 17.1),
-    ):
-        sums = [[table[name][r].sum() for r in (row, other)] for table in tables]
-        assert 100 * np.mean([1 - ours / theirs for ours, theirs in sums]) == pytest.approx(paper, abs=0.8)
-    assert 3.1 <= tables[0].modelled[FAILFAST].min() and tables[0].modelled[FAILFAST, "math500"] == pytest.approx(
-        4.94, 1e-3
-    )
-    for row, low, high in ((AR, 1.25, 2.1), (FAST_DLLM, 1.15, 1.7)):
-        ratios = np.concatenate([table.modelled[FAILFAST] / table.modelled[row] for table in tables])
-        assert low < ratios.min() and ratios.max() < high
+    """Its figures are rounded: latencies fall by 22.9, 41.1 and 17.1 % in the text."""
+    runs = [paper_run(target=f"Qwen2.5-{size}-Instruct") for size in ("32B", "14B")]
+    claims_of_paper = claimed(*(run._replace(means=run.published.assign(measured=np.nan)) for run in runs))
+    expected = {
+        "... Qwen2.5-32B": "3.16 to 4.94",
+        "FailFast over the AR drafter": "1.33 to 1.93",
+        "FailFast over Fast-dLLM": "1.20 to 1.60",
+        "speculation latency, Fast-dLLM below AR": "22.2 %",
+        "... FailFast below Fast-dLLM": "41.0 %",
+        "verification latency, FailFast below AR": "17.4 %",
+        "tokens a pass, FailFast, MATH": "4.06 / 4.03",
+        "rounds fewer than with the AR drafter, MATH": "16.0 % / 23.2 %",
+    }
+    assert {text: claims_of_paper[text][0] for text in expected} == expected
     assert averages.published_of("SmolLM2-135M").empty
 
 

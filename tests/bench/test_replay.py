@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import diffusion_config, tiny_config
+from tiny_models import tiny_config
 
 from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench.replay import Case, Draws, ReplayedPair, ReplayOptions, force_acceptance
@@ -22,6 +22,7 @@ from failfast_jax.public_data.acceptance_law import DATASETS, draw, fit, publish
 from failfast_jax.public_data.model_shapes import CONFIGS, weight_bytes
 from failfast_jax.util import hardware
 from tpu_scripts import hlo
+from tpu_scripts.first_ten_minutes import QUICK_REPLAY
 
 DOCS = Path(__file__).parents[2] / "docs" / "predictions.md"
 PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for dataset in DATASETS]
@@ -48,6 +49,7 @@ def test_bytes_of_a_pass():
         assert model_shapes.device_reads(model)(128) == weight_bytes(config) - unread + cache
 
 
+@pytest.mark.long
 def test_the_docs_hold_the_limits():
     """By weights alone with 1.7 passes and with the paper's; with the live cache, a pass per ten drafted tokens."""
     lines = re.findall(r"^\| (qwen2\.5-.*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
@@ -72,18 +74,15 @@ def test_the_docs_hold_the_limits():
 
 @pytest.mark.parametrize("target, dataset", PUBLISHED)
 def test_the_law_has_the_published_means(target, dataset):
-    found = published_for(target, dataset)
-    law = fit(found)
-    assert (law.drafted(), law.accepted()) == pytest.approx((found.mean_speculated, found.mean_accepted))
+    published = published_for(target, dataset)
+    law = fit(published)
+    assert (law.drafted(), law.accepted()) == pytest.approx((published.mean_speculated, published.mean_accepted))
     assert law.chunks().sum() == pytest.approx(1) and law.joint().sum(1) == pytest.approx(law.chunks())
     chunks, accepted = draw(law, 128, seed=3)
-    assert chunks.min() == 1 and chunks.max() <= found.max_speculated // 10
+    assert chunks.min() == 1 and chunks.max() <= published.max_speculated // 10
     assert (accepted >= 0).all() and (accepted <= 10 * chunks).all()
-    assert 10 * chunks.mean() == pytest.approx(found.mean_speculated, abs=0.1)
-    assert accepted.mean() == pytest.approx(found.mean_accepted, abs=0.1)
-    again = draw(law, 128, seed=3)
-    assert (again[0] == chunks).all() and (again[1] == accepted).all()
-    assert (draw(law, 128, seed=4)[1] != accepted).any()
+    assert 10 * chunks.mean() == pytest.approx(published.mean_speculated, abs=0.1)
+    assert accepted.mean() == pytest.approx(published.mean_accepted, abs=0.1)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -128,19 +127,13 @@ def test_the_joint_distribution_is_the_described_one():
 def test_exactly_the_drawn_number_agrees(accepted):
     proposal = Draft.empty(1, 7).replace(tokens=jnp.asarray([[3, 4, 5, 6, 7, 0, 0]]), length=jnp.asarray([5]))
     for picks in ([[9, 9, 9, 9, 9, 9, 9, 9]], [[3, 4, 5, 6, 7, 0, 0, 1]]):  # never, and by chance
-        verified = Verified(
-            picks=jnp.asarray(picks),
-            features=jnp.zeros((1, 8, 0, 1)),
-            finite=jnp.ones((1, 8), bool),
-            accepted=jnp.zeros((1,), jnp.int32),
-            passes=jnp.int32(1),
-        )
+        nothing = jnp.zeros((1,), jnp.int32)
+        verified = Verified(jnp.asarray(picks), jnp.zeros((1, 8, 0, 1)), jnp.ones((1, 8), bool), nothing, jnp.int32(1))
         injected = force_acceptance(proposal, verified, jnp.int32(accepted), vocab=10)
-        found = injected.picks
-        assert injected.accepted == agreeing_prefix(proposal.tokens, proposal.length, found) == accepted
-        assert (found >= 0).all() and (found < 10).all()
+        assert injected.accepted == agreeing_prefix(proposal.tokens, proposal.length, injected.picks) == accepted
+        assert (injected.picks >= 0).all() and (injected.picks < 10).all()
         # The rest stays the target's: those passes were not for nothing.
-        assert (found[0, accepted + 1 :] == jnp.asarray(picks)[0, accepted + 1 :]).all()
+        assert injected.picks[0, accepted + 1 :].tolist() == picks[0][accepted + 1 :]
 
 
 def test_bytes_of_a_round():
@@ -153,12 +146,8 @@ def test_bytes_of_a_round():
 
 # -- the run -----------------------------------------------------------------------------------------------
 
-SMALL = (
-    "--target tiny --drafter tiny-drafter --dtype float32 --context 40 --rounds 12 --repeats 1 --platform gpu "
-    "--dataset math"
-).split()
-"""The plan of an accelerator: one verify width, so little to compile."""
 OPTIONS = ReplayOptions("tiny", "tiny-drafter", "math", 12, 40, "float32", "gpu", repeats=1)
+"""Those of `QUICK_REPLAY`: the plan of an accelerator has one verify width, so little to compile."""
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +158,7 @@ def ran(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReplayedPair, "measure", lambda pair: (pairs.append(pair), measure(pair)))
         patch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e10, "read": 1e10})
-        assert bench.main(["replay", *SMALL, "--out", str(out)]) == 0
+        assert bench.main(["replay", *QUICK_REPLAY, "--out", str(out)]) == 0
     return types.SimpleNamespace(out=out, pair=pairs[0], summary=json.loads((out / "replay.json").read_text()))
 
 
@@ -232,31 +221,17 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.long
 def test_the_32b_pair_fits_80_gb():
-    """The rounds lower for CUDA, and the weights and caches leave room for them."""
-    pair = ReplayedPair(ReplayOptions("qwen2.5-32b", dataset="math", platform="gpu", repeats=1))
-    program, draws = pair.programs["replay MATH"]
-    program.trace(*pair.shapes(), draws).lower(lowering_platforms=("cuda",))
+    pair = ReplayedPair(ReplayOptions("qwen2.5-32b", dataset="math", platform="gpu"))
     assert 68e9 < pair.needed_bytes() < 0.9 * 80e9
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--rounds", "1"], "--rounds 1: must be at least 2"),
         (["--tensor-parallel", "64"], "--tensor-parallel 64 (x 1 data-parallel): there are"),
         (["--dataset", "mbpp"], "--dataset mbpp: must be among math, aime, gsm8k, gpqa, humaneval"),
     ],
 )
 def test_bad_flags(args, message, capsys):
-    assert bench.main(["replay", *SMALL, *args]) == 2
+    assert bench.main(["replay", *QUICK_REPLAY, *args]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_random_weights():
-    model = model_shapes.abstract_model(diffusion_config(), "bfloat16")
-    filled, again, other = (model_shapes.random_arrays(model, seed) for seed in (1, 1, 2))
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (filled, model)]
-    assert shapes[0] == shapes[1] and jax.tree.structure(filled) == jax.tree.structure(model)
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(filled), jax.tree.leaves(again)))
-    assert (filled.embed[...] != other.embed[...]).any()
-    assert float(filled.embed[...].astype(jnp.float32).std()) == pytest.approx(16**-0.5, rel=0.1)

@@ -80,47 +80,32 @@ def test_sizes(target, value):
 
 
 @pytest.mark.parametrize(
-    ("methods", "message"),
+    ("methods", "more", "message"),
     [
-        ("quick", "--methods quick: there is no such row; rows: auto"),
-        ("vanilla", "--methods: vanilla is what others are compared with"),
-        ("failfast:tau", "--methods failfast:tau: tau must be key=value"),
-        ("failfast:speed=1", "--methods failfast:speed=1: there is no option 'speed' of failfast"),
-        ("failfast:tau=x", "failfast:tau=x: --tau 'x': must be a number"),
-        ("failfast:tau=2", "failfast:tau=2: --tau 2: must be in [0, 1]"),
-        ("failfast:spec_len=1.5", "--spec-len 1.5: must be an integer"),
-        ("ar:spec_len=5:3", "--methods ar:spec_len=5:3: 5:3: a range must be FIRST:LAST"),
-        ("ar:spec_len=1:900,tau=0|1", "ar: a sweep has at most 1000 points"),
-        ("lookup:corpus=9", "--methods lookup:corpus=9: there is no option 'corpus' of lookup"),
-        ("suffix:corpus=0", "suffix:corpus=0: a corpus needs a capacity of 1 to 8388607 tokens"),
-        ({"method": "ar", "sweep": {"spec_len": 200}}, "sweep: spec_len: must be a list, or a range in quotes"),
-        ({"method": "ar", "options": {"speed": 1}}, "there is no option 'speed' of ar"),
-        ({"method": "quick"}, "methods: --method quick: must be"),
-        (
-            {"method": "failfast", "label": "x", "options": {"tau": {"7B": 1}}},
-            "x: tau: known for 7B; this target: None",
-        ),
+        ("quick", {}, "--methods quick: there is no such row; rows: auto"),
+        ("vanilla", {}, "--methods: vanilla is what others are compared with"),
+        ("failfast:tau", {}, "--methods failfast:tau: tau must be key=value"),
+        ("failfast:speed=1", {}, "--methods failfast:speed=1: there is no option 'speed' of failfast"),
+        ("failfast:tau=2", {}, "failfast:tau=2: --tau 2: must be in [0, 1]"),
+        ("ar:spec_len=5:3", {}, "--methods ar:spec_len=5:3: 5:3: a range must be FIRST:LAST"),
+        ("ar:spec_len=1:900,tau=0|1", {}, "ar: a sweep has at most 1000 points"),
+        ("lookup:corpus=9", {}, "--methods lookup:corpus=9: there is no option 'corpus' of lookup"),
+        ("suffix:corpus=0", {}, "suffix:corpus=0: a corpus needs a capacity of 1 to 8388607 tokens"),
+        (None, {"sweep": {"spec_len": 200}}, "sweep: spec_len: must be a list, or a range in quotes"),
+        (None, {"options": {"speed": 1}}, "there is no option 'speed' of ar"),
+        (None, {"method": "quick"}, "methods: --method quick: must be"),
+        (None, {"label": "x", "options": {"tau": {"7B": 1}}}, "x: tau: known for 7B; this target: None"),
+        ("failfast", {"sweep": ("slow:tau=1|2",)}, "--sweep slow:tau=1|2: there is no such row"),
+        ("failfast", {"sweep": ("failfast:speed=1|2",)}, "--sweep failfast:speed=1|2: there is no option 'speed'"),
+        ("failfast", {"set": ("wide:tau=1",)}, "--set wide:tau=1: there is no such row; rows: failfast"),
+        ("failfast", {"set": ("failfast:speed=1",)}, "--set failfast:speed=1: there is no option 'speed' of failfast"),
+        ("failfast", {"set": ("speed=1",)}, "--set: there is no option 'speed'; options: temperature, "),
     ],
 )
-def test_bad_methods(methods, message):
+def test_bad_rows(methods, more, message):
+    """Flags, or without `--methods` a file's entry."""
     with pytest.raises(ValueError) as error:
-        rows(methods) if isinstance(methods, str) else rows(entries=(methods,))
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("sweep", "set", "message"),
-    [
-        ("slow:tau=1|2", (), "--sweep slow:tau=1|2: there is no such row"),
-        ("failfast:speed=1|2", (), "--sweep failfast:speed=1|2: there is no option 'speed'"),
-        ("failfast:tau=0|1", ("wide:tau=1",), "--set wide:tau=1: there is no such row; rows: failfast"),
-        ("failfast:tau=0|1", ("failfast:speed=1",), "--set failfast:speed=1: there is no option 'speed' of failfast"),
-        ("failfast:tau=0|1", ("speed=1",), "--set: there is no option 'speed'; options: temperature, "),
-    ],
-)
-def test_bad_sweeps_and_settings(sweep, set, message):
-    with pytest.raises(ValueError) as error:
-        rows("failfast", (sweep,), set=set)
+        rows(entries=({"method": "ar", **more},)) if methods is None else rows(methods, **more)
     assert message in str(error.value)
 
 

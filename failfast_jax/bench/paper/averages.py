@@ -194,11 +194,8 @@ def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
         chosen[FAST_DLLM] = same[0]
     if len(fast):
         chosen[FAST_DLLM_PLUS] = fast.index[0]
-    released = [
-        label
-        for label, method, options in zip(labels.index, labels.method, labels.options)
-        if method == "failfast" and options.get("schedule") == "aligned" and not options.get("reuse")
-    ]
+    aligned = labels.options.map(lambda options: options.get("schedule") == "aligned" and not options.get("reuse"))
+    released = labels.index[(labels.method == "failfast") & aligned]
     # The preset's own row, or the first one with the released schedule.
     failfast = "failfast" if "failfast" in released else next(iter(released), None)
     others = {FAILFAST if label == failfast else label: label for label in labels.index if label not in swept.index}
@@ -228,14 +225,8 @@ def read_run(answers: pd.DataFrame, target: str, latency: Latency) -> PaperRun:
         by_label = group.groupby("setting", sort=False)
         labels = by_label[["method", "options"]].first().assign(modelled=by_label.mean_modelled.mean())
         chosen[dataset] = chosen_labels(labels)
-    rows = pd.concat(
-        [
-            kept[(kept.dataset == dataset) & (kept.setting == label)].assign(row=row)
-            for dataset, labels in chosen.items()
-            for row, label in labels.items()
-        ]
-        or [kept.assign(row="")]
-    )
+    places = [(dataset, row, label) for dataset, labels in chosen.items() for row, label in labels.items()]
+    rows = pd.DataFrame(places, columns=["dataset", "row", "setting"]).merge(kept)
     groups = rows.groupby(["row", "dataset"], sort=False)
     means = groups[[name for name in rows if name.startswith("mean_")]].mean()
     means.columns = means.columns.str.removeprefix("mean_")

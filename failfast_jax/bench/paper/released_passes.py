@@ -37,45 +37,42 @@ def released_rounds(record: Record) -> ReleasedRounds:
 
 def lengths_asked_for(record: Record) -> Iterator[int]:
     """Yields the lengths of drafts before a stop token cut them: multiples of the chunk, or the fixed length."""
-    drafter, rejected = record["drafter"], []
-    for entry in record["detail"]:
+    drafter = record["drafter"]
+    uncut = drafter["kind"] == "other" or (drafter["kind"] == "ar" and drafter["grows"])
+    for entry, fresh in zip(record["detail"], fresh_lengths(record)):
         drafted = entry["drafted"]
-        uncut = drafter["kind"] == "other" or (drafter["kind"] == "ar" and drafter["grows"])
-        if uncut or drafted_length(record, entry, rejected) < drafted:
+        if uncut or fresh < drafted:
             yield drafted
         else:
             chunk = drafter["spec_len"]
             yield max(-(-drafted // chunk), 1) * chunk if drafter["grows"] else chunk
-        rejected = entry["ids"][entry["accepted"] + 1 :]
 
 
 def aligned_passes(record: Record) -> Iterator[tuple[int, int]]:
     """Yields for each round of an `aligned` drafter the passes that make the draft, and prefills (0 or 1)."""
     block, shift = record["drafter"]["block"], record["drafter"]["shift"]
     length, cached, kept = record["prompt_tokens"], None, None
-    rejected: list[int] = []
-    for entry in record["detail"]:
+    for entry, fresh in zip(record["detail"], fresh_lengths(record)):
         begun = length // block
         # Blocks that ours stores first. What the prompt lacks belongs to the prefill and is not counted.
         stored = 0 if cached is None else begun - cached
-        crossed = max((length + drafted_length(record, entry, rejected) - 1) // block - begun, 0)
+        crossed = max((length + fresh - 1) // block - begun, 0)
         prefill = int(length > block and kept != begun * block)
         kept = block if crossed else begun * block if length > block else None
         yield entry["passes"] - stored, prefill
         agreed = (length + min(entry["accepted"], entry["emitted"])) // block
         length += entry["emitted"]
         cached = min(begun + crossed, agreed, (length - shift) // block)
-        rejected = entry["ids"][entry["accepted"] + 1 :]
 
 
-def drafted_length(record: Record, entry: Record, rejected: Sequence[int]) -> int:
-    """Counts the tokens of a draft that a pass made: without those that were reused."""
-    ids, chunk = entry["ids"], record["drafter"]["spec_len"]
-    if record["options"].get("reuse"):
-        for size in range(chunk, len(ids), chunk):
-            if ids[size:] == tail_after(ids[:size], rejected):
-                return size
-    return len(ids)
+def fresh_lengths(record: Record) -> Iterator[int]:
+    """Yields the number of tokens of each draft that a pass made: without those that were reused."""
+    chunk, rejected = record["drafter"].get("spec_len"), []
+    for entry in record["detail"]:
+        ids = entry["ids"]
+        sizes = range(chunk, len(ids), chunk) if record["options"].get("reuse") else ()
+        yield next((size for size in sizes if ids[size:] == tail_after(ids[:size], rejected)), len(ids))
+        rejected = ids[entry["accepted"] + 1 :]
 
 
 def tail_after(draft: Sequence[int], rejected: Sequence[int]) -> list[int]:

@@ -62,12 +62,6 @@ class Guesses:
     confidence: Float[Array, "B d"]
     """Probability of the best one."""
 
-    @classmethod
-    def none(cls, batch: int, small_block: int) -> Guesses:
-        """Returns the value before the first pass."""
-        tokens = jnp.zeros((batch, small_block, RANKS), jnp.int32)
-        return cls(jnp.full(batch, -1, jnp.int32), tokens, jnp.zeros((batch, small_block)))
-
 
 @flax.struct.dataclass
 class DiffusionState:
@@ -139,6 +133,10 @@ def init_state(
     length = round_up(capacity + room, TPU_TILE if on_tpu else TILE)
     text = jnp.full((batch, length), model.config.mask_token_id, jnp.int32).at[:, :width].set(prompts.tokens)
     text = jnp.where(jnp.arange(length) < prompts.length[:, None], text, model.config.mask_token_id)
+    guesses = None
+    if states is not None:
+        tokens = jnp.zeros((batch, small_block, RANKS), jnp.int32)
+        guesses = Guesses(jnp.full(batch, -1, jnp.int32), tokens, jnp.zeros((batch, small_block)))
     return DiffusionState(
         text=text,
         prompt_length=prompts.length,
@@ -155,7 +153,7 @@ def init_state(
         **{name: jnp.zeros((batch, capacity // block + 1), jnp.int32) for name in ("block_passes", "block_adopted")},
         steps=jnp.zeros((), jnp.int32),
         end=prompts.length,
-        guesses=None if states is None else Guesses.none(batch, small_block),
+        guesses=guesses,
     )
 
 

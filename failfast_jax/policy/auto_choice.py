@@ -21,6 +21,7 @@ from failfast_jax.policy.expected_tokens import (
     GAMBLE,
     LEAD,
     MODEL_CHANCES,
+    TEXT_CHANCES,
     Calibration,
     Chances,
     Costs,
@@ -133,7 +134,8 @@ class Auto(Drafter):
         return self.replace(costs=costs, model=self.model.replace(rule=ExpectedGain(costs, self.widths)))
 
     def init(self, batch, capacity):
-        chances = Chances.of(batch, self.prior)
+        text, model = Calibration.of(batch, TEXT_CHANCES), Calibration.of(batch, self.prior)
+        chances = Chances(text, model, begun=jnp.zeros((batch,), jnp.int32))
         return AutoState(
             text=() if self.text is None else self.text.init(batch, capacity),
             model=() if self.model is None else self.model.init(batch, capacity).replace(memory=chances),

@@ -130,12 +130,6 @@ class Chances:
     begun: Int[Array, " B"]
     """Leading tokens of each draft that come from the text."""
 
-    @classmethod
-    def of(cls, batch: int, prior: tuple[float, ...] = MODEL_CHANCES) -> Chances:
-        """Returns counts of zero and no prefix; `prior`: the chances of the model's tokens."""
-        calibrations = (Calibration.of(batch, chances) for chances in (TEXT_CHANCES, prior))
-        return cls(*calibrations, begun=jnp.zeros((batch,), jnp.int32))
-
     def chance(self, confidence: Float[Array, "B M"]) -> Float[Array, "B M"]:
         """Returns each token's chance of acceptance, given that all before it are accepted."""
         begins = jnp.arange(confidence.shape[1]) < self.begun[:, None]

@@ -16,7 +16,7 @@ from tiny_models import VOCAB, diffusion_config, fond_eagle, prefilled, random_m
 
 from failfast_jax import decoding
 from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter
-from failfast_jax.decoding.decode_state import FAILED, FINISHED_LENGTH, RUNNING
+from failfast_jax.decoding.decode_state import FAILED
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.block_diffusion import Wide
@@ -164,11 +164,6 @@ def test_a_finished_row_changes_nothing():
     for old, new, kept in caches:
         for one, other in zip((*old.k, *old.v), (*new.k, *new.v)):
             np.testing.assert_array_equal(other[0, :, :kept], one[0, :, :kept])
-
-
-def test_a_request_without_room_is_finished_from_the_start():
-    state = jax.jit(start)(target(), Drafter(), *prompts(), np.asarray([0, 1], np.int32))
-    assert state.finish.tolist() == [FINISHED_LENGTH, RUNNING]
 
 
 # Buffers.

@@ -174,10 +174,8 @@ def shape_of(part: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[in
     """Shape of the tensor that fills a part of a parameter of this shape."""
     if part == "whole":
         return shape
-    if part in ("gate", "up"):
-        return shape[1:]
-    heads = config.num_heads if part == "queries" else config.num_kv_heads
-    return (heads * config.head_dim, *shape[2:])
+    segments = segments_of(np.broadcast_to(np.int8(0), shape), part, config)
+    return (sum(map(len, segments)), *segments[0].shape[1:])
 
 
 def make_plan(

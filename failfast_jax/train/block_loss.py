@@ -22,7 +22,7 @@ from failfast_jax.models.block_network import DSpark, MarkovHead, bind
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_start import LayerChoice, fit_inputs, start_of
 from failfast_jax.train.documents import Documents, batches
-from failfast_jax.train.feature_cache import FeatureCache, captured_layers, target_features
+from failfast_jax.train.feature_cache import FeatureCache, target_features
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.train.trainer import Objective
 
@@ -49,17 +49,18 @@ class BlockObjective(Objective):
         model: DSpark,
         target: Decoder,
         draft_ids: np.ndarray | None,
-        options: TrainConfig,
+        config: TrainConfig,
         cache: FeatureCache | None = None,
     ):
-        self.bound, self.config, self.options, self.cache = bind(model, target, draft_ids), model.config, options, cache
-        self._split = (_is_head if options.freeze else ..., ...)
+        self.bound, self.cache = bind(model, target, draft_ids), cache
+        self.model_config, self.config = model.config, config
+        self._split = (_is_head if config.freeze else ..., ...)
         self.graph, self.trainable, frozen = nnx.split(model, *self._split)
         vocab = target.config.vocab_size
         ids = np.arange(vocab) if draft_ids is None else draft_ids
         lookup = np.full(vocab, -1, np.int32)
         lookup[ids] = np.arange(len(ids))
-        self.captured = captured_layers(self.config.feature_layers, target.config.num_layers)
+        self.captured = tuple(sorted({*model.config.feature_layers, target.config.num_layers - 1}))
         constants = {"target": target, "frozen": frozen, "head": self.bound.head}
         self.constants = constants | {"lookup": jnp.asarray(lookup)}
 
@@ -109,7 +110,7 @@ class BlockObjective(Objective):
 
     def save(self, trainable, folder, *, storage="bfloat16", **extra):
         model, target = self.bound.replace(network=self.model(trainable)), self.constants["target"].config
-        save_dspark(folder, model, target, storage=storage, borrow=self.options.borrow, **extra)
+        save_dspark(folder, model, target, storage=storage, borrow=self.config.borrow, **extra)
 
     def drafter(self, trainable):
         dtype = self.constants["target"].dtype
@@ -118,18 +119,18 @@ class BlockObjective(Objective):
 
     def sample(self, key: Array, batch: dict[str, Array]) -> tuple[Int[Array, "B A"], Int[Array, "B A"]]:
         """Draws anchors (positions of the last committed token) and the number of known rows, at least 1, of blocks."""
-        rows, shape = self.config.rows, (batch["tokens"].shape[0], self.options.anchors)
+        rows, shape = self.model_config.rows, (batch["tokens"].shape[0], self.config.anchors)
         anchor_key, share_key, count_key = jax.random.split(key, 3)
         # The first anchor is the prompt's last token; the token after the last anchor must exist.
         first = jnp.maximum(batch["prompt_length"] - 1, 1)[:, None]
         last = batch["length"][:, None] - 2
         anchors = first + jnp.floor(jax.random.uniform(anchor_key, shape) * (last - first + 1)).astype(jnp.int32)
-        longer = jax.random.uniform(share_key, shape) < (self.options.prefix_fraction or 0.0)
+        longer = jax.random.uniform(share_key, shape) < (self.config.prefix_fraction or 0.0)
         known = jax.random.randint(count_key, shape, 2, max(rows, 2) + 1)
         return jnp.clip(anchors, first, last), jnp.where(longer, jnp.minimum(known, rows), 1)
 
     def loss(self, trainable, constants, batch, key):
-        dtype = self.options.dtype
+        dtype = self.config.dtype
         parts = jax.tree.map(lambda x: x.astype(dtype), (trainable, constants["frozen"]))
         batch = {**batch, "features": batch["features"].astype(dtype)}
         return self.loss_at(self.model(*parts), constants, batch, *self.sample(key, batch))
@@ -146,19 +147,19 @@ class BlockObjective(Objective):
         distance from the chance of acceptance), and of drafts without known rows `accepted` (mean length of the
         agreeing prefix) and `first` (agreement of the first token)."""
         # Tokens a b c d e, anchor 2, three rows: at 2 3 3, inputs c d d, labels d e e, exists yes yes no.
-        options, tokens = self.options, batch["tokens"]
-        at = anchors[..., None] + jnp.arange(self.config.block_size)
+        config, tokens = self.config, batch["tokens"]
+        at = anchors[..., None] + jnp.arange(self.model_config.block_size)
         exists, at = at + 1 < batch["length"][:, None, None], jnp.minimum(at, tokens.shape[1] - 2)
         texts = jnp.arange(at.shape[0])[:, None, None]
         labels = constants["lookup"][tokens[texts, at + 1]]
         log_q, confidence = self._predictions(model, constants, batch, anchors, known_rows, tokens[texts, at])
         # Anchor 8, known rows 2, block 4: rows at 8 9 10 11 predict 9 10 11 12; the first drafted token is 10, so that
         # the ranks are -1 0 1 2, and rows with a negative rank have weight 0.
-        rank = jnp.arange(self.config.block_size) - known_rows[..., None] + 1
+        rank = jnp.arange(self.model_config.block_size) - known_rows[..., None] + 1
         exists = exists & (rank >= 0)
         weights = exists.astype(jnp.float32)
-        if options.position_decay:
-            weights = weights * jnp.exp(-jnp.maximum(rank, 0) / options.position_decay)
+        if config.position_decay:
+            weights = weights * jnp.exp(-jnp.maximum(rank, 0) / config.position_decay)
         total = jnp.maximum(weights.sum(), 1e-6)
 
         def mean(values: Float[Array, "B A R"]) -> Float[Array, ""]:
@@ -168,13 +169,13 @@ class BlockObjective(Objective):
         ce = mean(ce * (labels >= 0))
         distance = jnp.abs(jnp.exp(log_q) - _teacher(constants, batch)[texts, at]).sum(-1)
         l1 = mean(distance)
-        value, metrics = options.ce_weight * ce + options.l1_weight * l1, {"ce": ce, "l1": l1}
+        value, metrics = config.ce_weight * ce + config.l1_weight * l1, {"ce": ce, "l1": l1}
         right = (argmax(jax.lax.stop_gradient(log_q)) == labels) & exists
         if confidence is not None:
-            greedy = options.confidence_for == "greedy"
+            greedy = config.confidence_for == "greedy"
             chance = right.astype(jnp.float32) if greedy else jax.lax.stop_gradient(1 - distance / 2)
             entropy = -(chance * jax.nn.log_sigmoid(confidence) + (1 - chance) * jax.nn.log_sigmoid(-confidence))
-            value += options.confidence_weight * mean(entropy)
+            value += config.confidence_weight * mean(entropy)
             metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
         counted = known_rows == 1
         accepted, count = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1), jnp.maximum(counted.sum(), 1)
@@ -192,9 +193,9 @@ class BlockObjective(Objective):
     ) -> tuple[Float[Array, "B A R v"], Float[Array, "B A R"] | None]:
         """Returns each row's log-probabilities over the draft vocabulary, after the text's own tokens, and the
         confidence head's logits, if there is one."""
-        columns = [self.captured.index(layer) for layer in self.config.feature_layers]
+        columns = [self.captured.index(layer) for layer in self.model_config.feature_layers]
         features = batch["features"][:, :, np.asarray(columns)]
-        known = jnp.arange(self.config.block_size) < known_rows[..., None]
+        known = jnp.arange(self.model_config.block_size) < known_rows[..., None]
         root = jnp.take_along_axis(features, anchors[..., None, None] - 1, axis=1)
         inputs = model.inputs(constants["target"].embed[...], tokens, known, root)
         hidden = model.blocks(inputs, features, anchors)
@@ -209,8 +210,8 @@ class BlockObjective(Objective):
     @property
     def calibrates(self) -> bool:
         """True if its confidence head predicts greedy acceptance, which held-out drafts show."""
-        options = self.options
-        return self.config.confidence and options.confidence_for == "greedy" and options.confidence_weight > 0
+        config = self.config
+        return self.model_config.confidence and config.confidence_for == "greedy" and config.confidence_weight > 0
 
     def calibrated(self, trainable: Any, scale: float, shift: float) -> Any:
         """Returns parameters with which the confidence head's log-odds are scaled and shifted."""

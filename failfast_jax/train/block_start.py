@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def start_of(
         ids = None
         if config.draft_vocab:
             ids = documents.frequent_tokens(target.config.vocab_size, config.draft_vocab, target.config.eos_token_ids)
-        return initial(target, _shape(config, target.config, layers), layers.copied, config.seed), ids
+        return initial(target, _model_config(config, target.config, layers), layers.copied, config.seed), ids
     start = load_dspark(resolve_source(config.start), target)
     if start.shared != ("embed", "head"):
         raise OptionError(
@@ -110,11 +110,11 @@ def start_of(
     return model, None if start.draft_ids is None else np.asarray(start.draft_ids)
 
 
-def _shape(config: TrainConfig, target: ModelConfig, layers: LayerChoice) -> DSparkConfig:
-    """Returns the shape of a new drafter: the target's layers with `--row-features`, else Qwen3's."""
+def _model_config(config: TrainConfig, target: ModelConfig, layers: LayerChoice) -> DSparkConfig:
+    """Returns the configuration of a new drafter: the target's layers with `--row-features`, else Qwen3's."""
     as_qwen3 = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False) | {"model_type": "qwen3", "qk_norm": True}
     changes = {} if layers.rows else as_qwen3
-    shape = DSparkConfig(
+    model_config = DSparkConfig(
         base=dataclasses.replace(target, num_layers=len(layers.copied), tie_embeddings=False, **changes),
         block_size=config.rows,
         mask_token_id=config.mask_token,
@@ -124,19 +124,19 @@ def _shape(config: TrainConfig, target: ModelConfig, layers: LayerChoice) -> DSp
         row_features=layers.rows,
         context_layers=tuple(layer - 1 for layer in layers.copied) if layers.rows else (),
     )
-    return _with_heads(shape, config)
+    return _with_heads(model_config, config)
 
 
-def _with_heads(shape: DSparkConfig, config: TrainConfig) -> DSparkConfig:
+def _with_heads(model_config: DSparkConfig, config: TrainConfig) -> DSparkConfig:
     """Adds the heads that the family has and the drafter lacks."""
-    if config.family == "dspark" and not shape.markov:
-        shape = dataclasses.replace(shape, markov=config.markov, markov_rank=config.markov_rank)
-    if config.family == "dspark" and config.confidence_weight and not shape.confidence:
-        shape = dataclasses.replace(shape, confidence=True, confidence_sees_markov=True)
-    return shape
+    if config.family == "dspark" and not model_config.markov:
+        model_config = dataclasses.replace(model_config, markov=config.markov, markov_rank=config.markov_rank)
+    if config.family == "dspark" and config.confidence_weight and not model_config.confidence:
+        model_config = dataclasses.replace(model_config, confidence=True, confidence_sees_markov=True)
+    return model_config
 
 
-def initial(target: Decoder, config: DSparkConfig, source_layers: tuple[int, ...], seed: int) -> DSpark:
+def initial(target: Decoder, model_config: DSparkConfig, source_layers: tuple[int, ...], seed: int) -> DSpark:
     """Returns a drafter whose layers and final norm are copies of the target's.
 
     Where the features hold what enters the first copied layer, a common context is that layer's own from the start:
@@ -146,23 +146,23 @@ def initial(target: Decoder, config: DSparkConfig, source_layers: tuple[int, ...
     Args:
       source_layers: the target layer that each drafter layer starts from.
     """
-    model = DSpark(config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed)))
+    model = DSpark(model_config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed)))
     for layer, source in zip(model.layers, source_layers):
         copy_parameters(layer, target.layers[source])
         if layer.attention.q_norm is not None and target.layers[source].attention.q_norm is None:
             scale_norms(layer.attention, layer.input_norm.weight[...])
     copy_parameters(model.norm, target.norm)
     before = source_layers[0] - 1
-    if model.fc is not None and before in config.feature_layers:
-        size, at = config.base.hidden_size, config.feature_layers.index(before)
+    if model.fc is not None and before in model_config.feature_layers:
+        size, at = model_config.base.hidden_size, model_config.feature_layers.index(before)
         model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size)
         copy_parameters(model.hidden_norm, target.layers[source_layers[0]].input_norm)
     return _without_markov(model)
 
 
-def continued(start: DSpark, config: DSparkConfig, seed: int) -> DSpark:
+def continued(start: DSpark, model_config: DSparkConfig, seed: int) -> DSpark:
     """Returns a drafter with the parameters of `start`; heads that it lacks start as if they were not there."""
-    model = _without_markov(DSpark(config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed))))
+    model = _without_markov(DSpark(model_config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed))))
     copy_parameters(model, start)
     return model
 
@@ -232,18 +232,27 @@ def fit_inputs(
     Args:
       batches: each with `features` of all captured layers, `source_layer - 1` among them.
     """
-    size, block = model.config.base.hidden_size, model.config.block_size
-    width = size * len(model.config.row_features)
+    model_config, embed = model.config, np.asarray(target.embed[...], np.float32)
+    size, block = model_config.base.hidden_size, model_config.block_size
+    width = size * len(model_config.row_features)
     ends = [width, width + size, width + size + 1]  # of the features, the token, the constant
     gram, counts = np.zeros((ends[-1], ends[-1] + size)), np.zeros(block)
     goals, guesses = np.zeros((block, size)), np.zeros((block, width))
-    for inputs, goal, place in _rows_and_goals(model.config, target, source_layer, batches, captured):
-        gram += inputs.T @ np.concatenate([inputs, goal[place]], -1)
-        for row in range(block):
-            inside = place + row < len(goal)
-            goals[row] += goal[place[inside] + row].sum(0)
-            guesses[row] += inputs[inside, :width].sum(0)
-            counts[row] += inside.sum()
+    for batch in batches:
+        for document, tokens in enumerate(batch["tokens"]):
+            features, length = batch["features"][document].astype(np.float32), int(batch["length"][document])
+            # Positions of the answer, and the inputs of a first row there: features, embedded token, 1.
+            place = np.arange(max(int(batch["prompt_length"][document]) - 1, 1), length)
+            parts = [features[place - 1, captured.index(layer)] for layer in model_config.row_features]
+            parts = [x / np.sqrt((x**2).mean(-1, keepdims=True) + model_config.base.rms_norm_eps) for x in parts]
+            inputs = np.concatenate([*parts, embed[tokens[place]], np.ones((len(place), 1))], -1)
+            goal = features[:length, captured.index(source_layer - 1)]  # at all positions
+            gram += inputs.T @ np.concatenate([inputs, goal[place]], -1)
+            for row in range(block):
+                inside = place + row < len(goal)
+                goals[row] += goal[place[inside] + row].sum(0)
+                guesses[row] += inputs[inside, :width].sum(0)
+                counts[row] += inside.sum()
     inner, cross = np.split(gram, ends[-1:], axis=1)
     count = inner[-1, -1]
     scale = np.diag(inner) / count
@@ -258,23 +267,3 @@ def fit_inputs(
     rows.fuse.weight[...] = jnp.asarray(fuse.T, model.dtype)
     rows.token.weight[...] = jnp.asarray(token.T, model.dtype)
     rows.offsets[...] = jnp.asarray(offsets, model.dtype)
-
-
-def _rows_and_goals(
-    config: DSparkConfig,
-    target: Decoder,
-    source_layer: int,
-    batches: Iterable[dict[str, np.ndarray]],
-    captured: tuple[int, ...],
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields of each document the first row's inputs (features, embedded token, 1) at positions of the answer, what
-    enters `source_layer` at all positions, and those positions."""
-    embed = np.asarray(target.embed[...], np.float32)
-    for batch in batches:
-        for row, tokens in enumerate(batch["tokens"]):
-            features, length = batch["features"][row].astype(np.float32), int(batch["length"][row])
-            place = np.arange(max(int(batch["prompt_length"][row]) - 1, 1), length)
-            parts = [features[place - 1, captured.index(layer)] for layer in config.row_features]
-            parts = [x / np.sqrt((x**2).mean(-1, keepdims=True) + config.base.rms_norm_eps) for x in parts]
-            inputs = np.concatenate([*parts, embed[tokens[place]], np.ones((len(place), 1))], -1)
-            yield inputs, features[:length, captured.index(source_layer - 1)], place

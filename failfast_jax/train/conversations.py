@@ -129,25 +129,18 @@ def _documents(row: Any, tokenizer: Any, whole: bool) -> Iterator[Document | str
     if any(turn.get("tool_calls") for turn in turns):
         yield "have tool calls"
         return
-    messages, answers = _conversation(turns)
-    if not answers:
-        yield "have only answers of weight 0"
-    for learned in [answers] if whole else [[number] for number in answers]:
-        if learned:
-            document = _document(messages, learned, tokenizer)
-            yield document if whole or document is OTHERWISE else document[:2]
-
-
-def _conversation(turns: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Returns the messages of turns and the numbers of the answers to learn from."""
     messages = [_message(turn) for turn in turns]
     answers = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
     if not answers:
         raise RowError("nobody answers")
-    weights = [turn.get("weight") for turn in turns]
-    if bad := [weight for weight in weights if weight not in (None, 0, 1)]:
-        raise RowError(f"weight {bad[0]!r} of a turn: must be 0, which is not learned, or 1")
-    return messages, [number for number in answers if weights[number] != 0]
+    learned = [number for number in answers if turns[number].get("weight") != 0]
+    if not learned:
+        yield "have only answers of weight 0"
+    elif whole:
+        yield _document(messages, learned, tokenizer)
+    else:
+        for number in learned:
+            yield _document(messages, [number], tokenizer)
 
 
 def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -182,6 +175,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in turn.items() if value not in EMPTY and name not in READ_FIELDS}
     if role is None or not isinstance(content, str):
         raise RowError(f"a turn must say who speaks ({', '.join(SPEAKERS)}) and what, got {turn!r}")
+    if turn.get("weight") not in (None, 0, 1):
+        raise RowError(f"weight {turn['weight']!r} of a turn: must be 0, which is not learned, or 1")
     if re.search("[\ud800-\udfff]", content):
         raise RowError(f"half of a surrogate pair, which is no character, in {content[:60]!a}")
     return {"role": role, "content": content, **fields}

@@ -22,7 +22,6 @@ a second c instead.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -188,7 +187,7 @@ def loss(
     model: Decoder,
     batch: Mapping[str, Array],
     key: Array,
-    options: TrainConfig,
+    config: TrainConfig,
     *,
     spread: Spread | None = None,
     head_chunk: int = HEAD_CHUNK,
@@ -199,9 +198,9 @@ def loss(
     `source_rows`. The masks are those of `draw_masks` with this `key`.
 
     Args:
-      batch: rows of `documents.PackedRows`: `tokens` Int[B, L], below 0 where a block is filled up, and `labelled`
+      batch: rows of `documents.packed_row`: `tokens` Int[B, L], below 0 where a block is filled up, and `labelled`
         Bool[B, L], true for answers.
-      options: static.
+      config: static.
       spread: devices over which texts and parameters are spread; None: wherever XLA puts them.
       head_chunk: rows of logits in memory at a time.
 
@@ -214,20 +213,20 @@ def loss(
     tokens = jnp.where(batch["tokens"] < 0, mask_token, batch["tokens"])
     # Nothing precedes position 0 that could predict it.
     maskable = batch["labelled"] & (jnp.arange(tokens.shape[1]) > 0) & (tokens != mask_token)
-    masked = draw_masks(key, maskable, block, options.corruption)
+    masked = draw_masks(key, maskable, block, config.corruption)
 
-    def scores(model: Decoder, tokens: Array, masked: Array, gather: Callable | None = None) -> tuple[Array, Array]:
+    def terms(model: Decoder, tokens: Array, masked: Array, gather: Callable | None = None) -> tuple[Array, Array]:
         noised = jnp.where(masked, mask_token, tokens).reshape(-1, tokens.shape[1])
-        hidden = source_rows(*forward_pair(model, noised, tokens, gather=gather), block, options.block_start)
-        return _scores(model, hidden, tokens, score_mask=options.mask_logit == "scored", chunk=head_chunk)
+        hidden = source_rows(*forward_pair(model, noised, tokens, gather=gather), block, config.block_start)
+        return _cross_entropy(model, hidden, tokens, score_mask=config.mask_logit == "scored", chunk=head_chunk)
 
     if spread is None:
-        cross_entropy, correct = scores(model, tokens, masked)
+        cross_entropy, correct = terms(model, tokens, masked)
     else:
-        cross_entropy, correct = _on_devices(scores, model, tokens, masked, spread)
+        cross_entropy, correct = _sharded(terms, model, tokens, masked, spread)
     rank = jnp.cumsum(masked.reshape(2, len(tokens), -1, block), -1).reshape(masked.shape)
     # masked 0 1 1 0 | 1 1 1 0, position_decay 2: rank 0 1 2 2 | 1 2 3 3, weight 0 1 .61 0 | 1 .61 .37 0
-    decay = options.position_decay
+    decay = config.position_decay
     weight = jnp.where(masked, jnp.exp((1 - rank) / decay) if decay else 1.0, 0.0)
     # A block's first label weighs 1, so that only a batch without labels has a smaller sum.
     value = jnp.sum(weight * cross_entropy) / jnp.maximum(weight.sum(), 1.0)
@@ -241,22 +240,23 @@ def loss(
     }
 
 
-def _on_devices(scores: Callable, model: Decoder, tokens: Array, masked: Array, spread: Spread) -> tuple[Array, Array]:
-    """Runs `scores` on each device for its own texts; a layer's parameters are put together where it runs."""
+def _sharded(terms: Callable, model: Decoder, tokens: Array, masked: Array, spread: Spread) -> tuple[Array, Array]:
+    """Computes `terms` on each device for its own texts; a layer's parameters are put together where it runs."""
     layer = spread.gather(model.layers[0])
     ends = spread.gather(model, parts=lambda path: name_of(path[:1]) != "layers")
-    rows, copies = spread.rows.spec, P(None, *spread.rows.spec)
     parameters = jax.tree.map(lambda leaf: spread.spec(tuple(leaf.shape)), model)
-    specs = {"in_specs": (parameters, rows, copies), "out_specs": copies}
+    rows, copies = spread.rows.spec, P(None, *spread.rows.spec)
 
-    @functools.partial(jax.shard_map, mesh=spread.mesh, check_vma=False, **specs)
-    def run(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, Array]:
-        return scores(ends(model), tokens, masked, layer)
+    def of_texts(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, Array]:
+        return terms(ends(model), tokens, masked, layer)
 
+    run = jax.shard_map(
+        of_texts, mesh=spread.mesh, in_specs=(parameters, rows, copies), out_specs=copies, check_vma=False
+    )
     return run(model, tokens, masked)
 
 
-def _scores(
+def _cross_entropy(
     model: Decoder, hidden: Float[Array, "M L E"], tokens: Int[Array, "B L"], *, score_mask: bool, chunk: int
 ) -> tuple[Float[Array, "2 B L"], Bool[Array, "2 B L"]]:
     """Returns each position's cross-entropy with its token, and true where the argmax is that token.

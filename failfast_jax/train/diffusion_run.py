@@ -28,12 +28,12 @@ class DiffusionStart:
 
     Attributes:
       source: the checkpoint, autoregressive or of block diffusion.
-      config: of the block-diffusion model that it becomes.
+      model_config: of the block-diffusion model that it becomes.
       tokenizers: the target's and the model's; each may be None. Evaluation prompts are encoded with the target's.
     """
 
     source: Checkpoint
-    config: ModelConfig
+    model_config: ModelConfig
     tokenizers: tuple[Any, Any]
 
     @classmethod
@@ -49,19 +49,22 @@ class DiffusionStart:
         source, target_tokenizer = open_checkpoint(start), load_tokenizer(target)
         source.check()
         tokenizer = target_tokenizer if start == target else load_tokenizer(start)
-        names = {"target_name": str(target), "drafter_name": str(start)}
-        check_same_tokens(target_tokenizer, tokenizer, target_config, source.config, **names)
+        check_same_tokens(target_tokenizer, tokenizer, target_config, source.config, str(target), str(start))
         mask = _mask_token(source, tokenizer) if config.mask_token is None else config.mask_token
-        shape = as_fast_dllm(source.config, config.block_size, mask, str(start))
-        return cls(source, shape, (target_tokenizer, tokenizer))
+        model_config = as_fast_dllm(source.config, config.block_size, mask, str(start))
+        return cls(source, model_config, (target_tokenizer, tokenizer))
 
-    def params(self, spread: Spread) -> dict[str, Any]:
-        """Reads the parameters in float32, spread over the devices, with zeros for biases that the checkpoint lacks."""
+    def objective(self, config: TrainConfig, spread: Spread) -> DiffusionObjective:
+        """Reads the parameters in float32, spread over the devices, with zeros for biases that the checkpoint lacks.
+
+        Raises:
+          CheckpointError: they cannot be read.
+        """
         params = self.source.read(as_dtype("float32"), place=spread.place)
-        for name, leaf in _abstract_module(self.config).leaves.items():
+        for name, leaf in _abstract_module(self.model_config).leaves.items():
             if name not in params:
                 params[name] = jnp.zeros(leaf.shape, device=spread.place(name, tuple(leaf.shape)))
-        return params
+        return DiffusionObjective(self.model_config, params, config, spread=spread, tokenizers=self.tokenizers)
 
 
 def _mask_token(source: Checkpoint, tokenizer: Any) -> int:
@@ -80,67 +83,69 @@ def _mask_token(source: Checkpoint, tokenizer: Any) -> int:
     return spare_token(tokenizer)
 
 
-def _abstract_module(config: ModelConfig) -> AbstractModule:
-    return AbstractModule.made_by(lambda rngs: Decoder(config, rngs=rngs))
+def _abstract_module(model_config: ModelConfig) -> AbstractModule:
+    return AbstractModule.made_by(lambda rngs: Decoder(model_config, rngs=rngs))
 
 
 class DiffusionObjective(Objective):
-    """`Objective` of a block-diffusion model: a whole one, for any target with its tokens, or layers of a target.
+    """`Objective` of a whole block-diffusion model, which drafts for any target with its tokens.
 
     Args:
-      config: of `as_fast_dllm`, or of `ModelConfig.with_mask_row`.
-      params: all parameters by path, or their shapes; with `target` those that it does not lend.
-      target: lends embedding and head; None: the model has its own.
+      model_config: of `as_fast_dllm`.
+      params: all parameters by path, or their shapes.
       tokenizers: of `DiffusionStart`; the model's is written beside its weights.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        model_config: ModelConfig,
         params: Mapping[str, Any],
-        options: TrainConfig,
+        config: TrainConfig,
         *,
         spread: Spread | None = None,
-        target: Decoder | None = None,
         tokenizers: tuple[Any, Any] = (None, None),
     ):
-        self.config, self.options, self.spread, self.tokenizers = config, options, spread, tokenizers
-        self._skeleton = _abstract_module(config)
-        self.trainable, self.constants = dict(params), {} if target is None else {"target": target}
+        self.model_config, self.config, self.spread, self.tokenizers = model_config, config, spread, tokenizers
+        self._abstract = _abstract_module(model_config)
+        self.trainable, self.constants = dict(params), {}
+        self.drafter_dtype = as_dtype(None)
 
-    @classmethod
-    def of_model(cls, start: DiffusionStart, options: TrainConfig, spread: Spread) -> DiffusionObjective:
-        """Builds the objective of a whole model; CheckpointError: what it starts from cannot be read."""
-        return cls(start.config, start.params(spread), options, spread=spread, tokenizers=start.tokenizers)
+    def model(self, trainable: Mapping[str, Any], constants: Mapping[str, Any], dtype: Any) -> Decoder:
+        """Returns the model with these parameters."""
+        return self._abstract.filled({name: value.astype(dtype) for name, value in trainable.items()})
 
-    @classmethod
-    def of_layers(cls, target: Decoder, layers: tuple[int, ...], options: TrainConfig) -> DiffusionObjective:
-        """Builds the objective of a standalone drafter, which starts from these layers of its target, in order."""
-        config = target.config.with_mask_row(len(layers), options.block_size)
+    def loss(self, trainable, constants, batch, key):
+        model = self.model(trainable, constants, self.config.dtype)
+        return loss(model, batch, key, self.config, spread=self.spread)
+
+    def save(self, trainable, folder, *, storage="bfloat16", **extra):
+        save_fast_dllm(folder, self.model_config, trainable, self.tokenizers[1], storage=storage, **extra)
+
+    def drafter(self, trainable):
+        return self.model(trainable, self.constants, self.drafter_dtype)
+
+
+class StandaloneObjective(DiffusionObjective):
+    """`Objective` of a drafter that starts from layers of its target, in this order, and borrows embedding and head.
+
+    The loss reads `constants`: `target` (Decoder).
+    """
+
+    def __init__(self, target: Decoder, layers: tuple[int, ...], config: TrainConfig):
+        model_config = target.config.with_mask_row(len(layers), config.block_size)
         values, params = AbstractModule.of(target).leaves, {"mask": mean_embedding(target)}
-        for name in _abstract_module(config).leaves:
+        for name in _abstract_module(model_config).leaves:
             part, *path = name.split(".")
             if part == "layers":
                 path[0] = str(layers[int(path[0])])
             if part in ("layers", "norm"):
                 params[name] = jnp.array(values[".".join([part, *path])][...], jnp.float32)
-        return cls(config, params, options, target=target)
+        super().__init__(model_config, params, config)
+        self.constants, self.drafter_dtype = {"target": target}, target.dtype
 
-    def model(self, trainable: Mapping[str, Any], constants: Mapping[str, Any], dtype: Any) -> Decoder:
-        """Returns the model with these parameters."""
-        model = self._skeleton.filled({name: value.astype(dtype) for name, value in trainable.items()})
-        return with_borrowed(model, constants["target"], trainable["mask"]) if "target" in constants else model
-
-    def loss(self, trainable, constants, batch, key):
-        model = self.model(trainable, constants, self.options.dtype)
-        return loss(model, batch, key, self.options, spread=self.spread)
+    def model(self, trainable, constants, dtype):
+        return with_borrowed(super().model(trainable, constants, dtype), constants["target"], trainable["mask"])
 
     def save(self, trainable, folder, *, storage="bfloat16", **extra):
-        if (target := self.constants.get("target")) is not None:
-            save_borrowing(folder, target.config, self.config, trainable, storage=storage, **extra)
-        else:
-            save_fast_dllm(folder, self.config, trainable, self.tokenizers[1], storage=storage, **extra)
-
-    def drafter(self, trainable):
-        target = self.constants.get("target")
-        return self.model(trainable, self.constants, as_dtype(None) if target is None else target.dtype)
+        target = self.constants["target"].config
+        save_borrowing(folder, target, self.model_config, trainable, storage=storage, **extra)

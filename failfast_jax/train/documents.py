@@ -61,8 +61,8 @@ class Documents:
 
     def take(self, indices: Ids) -> Documents:
         """Returns the documents with these numbers."""
-        rows = [self.tokens[i] for i in indices], self.prompt_length[list(indices)]
-        return Documents(*rows, [self.labelled[i] for i in indices])
+        prompt_length = self.prompt_length[list(indices)]
+        return Documents([self.tokens[i] for i in indices], prompt_length, [self.labelled[i] for i in indices])
 
     def pairs(self) -> list[Document]:
         """Returns prompt and answer of each document: of a conversation, the first prompt and all that follows."""
@@ -76,11 +76,11 @@ class Documents:
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
     def frequent_tokens(self, vocab_size: int, count: int, always: Sequence[int] = ()) -> np.ndarray:
-        """Returns the `count` most frequent tokens after the first prompts, `always` among them, by ascending id.
+        """Returns the `count` most frequent tokens of answers, `always` among them, by ascending id.
 
         Tokens that never occur fill up by id, so that the result has its size whatever the data.
         """
-        answers = np.concatenate([answer for _, answer in self.pairs()] or [np.zeros(0, np.int32)])
+        answers = np.concatenate(self.tokens)[np.concatenate(self.labelled)]
         counts = np.bincount(answers, minlength=vocab_size).astype(np.int64)
         counts[list(always)] = counts.sum() + 1
         order = np.lexsort((np.arange(vocab_size), -counts))
@@ -89,10 +89,10 @@ class Documents:
 
 def load_documents(
     paths: Sequence[Path],
-    *,
     vocab_size: int,
     shortest: int,
     longest: int,
+    *,
     skip_short: bool = False,
     read: Mapping[str, Callable[[Path], list[Document]]] | None = None,
 ) -> Documents:
@@ -220,67 +220,54 @@ def shuffled(row: Callable[[int], dict[str, np.ndarray]], rows: int, batch: int,
     return grain.MapDataset.range(rows).seed(seed).shuffle().repeat().map(row).batch(batch)
 
 
-def packed(lengths: list[int], width: int, packing: str) -> list[list[int]]:
-    """Deals documents out, in their order, to the first of a few open rows that has room: numbers by row.
+def packed(documents: Documents, config: TrainConfig) -> list[list[int]]:
+    """Deals documents out, in an order that the seed decides, to the first of a few open rows that has room.
 
-    Args:
-      lengths: at most `width` each.
-      packing: one of `train_config.PACKINGS`.
+    Returns:
+      Numbers of documents by row, the same in every epoch.
     """
-    if packing == "none":
-        return [[number] for number in range(len(lengths))]
+    order = np.random.default_rng(config.seed).permutation(len(documents)).tolist()
+    if config.packing == "none":
+        return [[number] for number in order]
     rows: list[list[int]] = []
     room: list[int] = []
-    for number, length in enumerate(lengths):
+    for number in order:
+        length = _whole_blocks(documents.tokens[number], config.block_size)
         still_open = range(max(len(rows) - OPEN, 0), len(rows))
         row = next((row for row in still_open if room[row] >= length), len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(width)
+            room.append(config.seq_len)
         rows[row].append(number)
         room[row] -= length
     return rows
 
 
-class PackedRows:
-    """Rows of documents by index.
+def _whole_blocks(tokens: np.ndarray, block: int) -> int:
+    return -(-len(tokens) // block) * block
 
-    Which documents share a row depends on `seed` alone, and is the same in every epoch.
 
-    Args:
-      width: tokens of a row, a multiple of `block`.
-      packing: one of `train_config.PACKINGS`.
-    """
-
-    def __init__(self, documents: Documents, width: int, block: int, seed: int, packing: str):
-        self.documents, self.width, self.block = documents, width, block
-        self._order = np.random.default_rng(seed).permutation(len(documents)).tolist()
-        self._rows = packed([self._blocks(i) * block for i in self._order], width, packing)
-
-    def _blocks(self, index: int) -> int:
-        return -(-len(self.documents.tokens[index]) // self.block)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Returns `tokens` int32 `[width]`, `FILLER` after the end of a document, and `labelled` bool `[width]`."""
-        tokens = np.full(self.width, FILLER, np.int32)
-        labelled = np.zeros(self.width, bool)
-        start = 0
-        for place in self._rows[index]:
-            document = self._order[place]
-            ids = self.documents.tokens[document]
-            tokens[start : start + len(ids)] = ids
-            labelled[start : start + len(ids)] = self.documents.labelled[document]
-            # The tokens before a document's first token have nothing to do with it.
-            labelled[start] = False
-            start += self._blocks(document) * self.block
-        return {"tokens": tokens, "labelled": labelled}
+def packed_row(documents: Documents, numbers: list[int], config: TrainConfig) -> dict[str, np.ndarray]:
+    """Returns `tokens` int32 `[width]`, `FILLER` after the end of a document, and `labelled` bool `[width]`."""
+    tokens = np.full(config.seq_len, FILLER, np.int32)
+    labelled = np.zeros(config.seq_len, bool)
+    start = 0
+    for number in numbers:
+        ids = documents.tokens[number]
+        tokens[start : start + len(ids)] = ids
+        labelled[start : start + len(ids)] = documents.labelled[number]
+        # The tokens before a document's first token have nothing to do with it.
+        labelled[start] = False
+        start += _whole_blocks(ids, config.block_size)
+    return {"tokens": tokens, "labelled": labelled}
 
 
 def packed_batches(documents: Documents, config: TrainConfig) -> tuple[Any, float]:
     """Returns endless shuffled batches of packed rows by step number, and the share of tokens in them."""
-    rows = PackedRows(documents, config.seq_len, config.block_size, config.seed, config.packing)
+    rows = packed(documents, config)
     share = sum(map(len, documents.tokens)) / (len(rows) * config.seq_len)
-    return shuffled(rows.__getitem__, len(rows), config.batch * config.accumulate, config.seed), share
+
+    def row(index: int) -> dict[str, np.ndarray]:
+        return packed_row(documents, rows[index], config)
+
+    return shuffled(row, len(rows), config.batch * config.accumulate, config.seed), share

@@ -69,14 +69,8 @@ def work(args: argparse.Namespace) -> None:
     require(file.resolve().parent.is_dir(), f"--out {file}", "no such folder")
     engine = FailFast(args.target, dtype=args.dtype, tensor_parallel=options.tensor_parallel)
     vocab = engine.target.config.vocab_size
-    loaded = documents.load_documents(
-        args.data,
-        vocab_size=vocab,
-        shortest=3,
-        longest=engine.max_seq_len,
-        skip_short=True,
-        read={".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)},
-    )
+    read = {".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)}
+    loaded = documents.load_documents(args.data, vocab, 3, engine.max_seq_len, skip_short=True, read=read)
     counted = [prompt.tolist() for prompt, _ in loaded.pairs()[: options.prompts]]
     graph = calibrated(engine, counted, config, options.states)
     graph.save(file)

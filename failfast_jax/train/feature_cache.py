@@ -29,11 +29,6 @@ BATCH = 8
 """Documents per pass of the target."""
 
 
-def captured_layers(feature_layers: tuple[int, ...], target_layers: int) -> tuple[int, ...]:
-    """Returns the target layers whose outputs training needs: the drafter's features, and the last one as teacher."""
-    return tuple(sorted({*feature_layers, target_layers - 1}))
-
-
 def target_features(target: Decoder, tokens: Int[ArrayLike, "B T"], layers: tuple[int, ...]) -> Float[Array, "B T F E"]:
     """Returns the residual stream of whole sequences after these layers.
 
@@ -51,8 +46,8 @@ def _features(target: Decoder, tokens: Array, layers: tuple[int, ...], place: Na
 
     if place is None:
         return of_rows(target, tokens)
-    specs = {"in_specs": (P(), place.spec), "out_specs": place.spec}
-    return jax.shard_map(of_rows, mesh=place.mesh, check_vma=False, **specs)(target, tokens)
+    run = jax.shard_map(of_rows, mesh=place.mesh, in_specs=(P(), place.spec), out_specs=place.spec, check_vma=False)
+    return run(target, tokens)
 
 
 def mapped(file: Path, shape: tuple[int, ...]) -> np.memmap:

@@ -14,44 +14,43 @@ from failfast_jax.util.files import read_json, write_json
 from failfast_jax.util.records import differences
 
 
-def is_begun(
-    file: Path, settings: dict[str, Any], *, foreign: str | None = None, grows: str | None = None, flag: str = "--out"
+def begin(
+    file: Path,
+    settings: dict[str, Any],
+    *,
+    create: bool = True,
+    foreign: str | None = None,
+    grows: str | None = None,
+    flag: str = "--out",
 ) -> bool:
-    """Returns true if the folder of a settings file was begun with these settings, false if it is new.
+    """Returns true if the folder of a settings file was begun with these settings; else begins it with them.
 
     Args:
+      create: False: an absent folder stays absent, and nothing is written.
       foreign: files of this pattern, in a folder without settings, belong to something else.
-      grows: a setting, a number, that may be larger than before.
+      grows: a setting, a number, that may be larger than before: the larger one is stored, and reported.
       flag: of the folder, for messages.
 
     Raises:
       OptionError: the folder was begun with other settings, is no folder, or belongs to something else.
     """
-    folder = file.parent
+    folder, begun = file.parent, file.exists()
     require(folder.is_dir() or not folder.exists(), f"{flag} {folder}", "not a folder")
-    if not file.exists():
+    there = read_json(file) if begun else {}
+    if begun:
+        grown = {grows: max(there[grows], settings[grows])} if grows in there else {}
+        others = differences(there | grown, json.loads(json.dumps(settings)))
+        problem = f"was begun with other settings ({'; '.join(others)}); name another folder"
+        require(not others, f"{flag} {folder}", problem)
+    else:
         # A killed start may have left a part of its settings.
         strange = foreign and any(path.name != f"{file.name}.part" for path in folder.glob(foreign))
         require(not strange, f"{flag} {folder}", f"not empty, and no {file.name} in it; name another folder")
-        return False
-    there = read_json(file)
-    if grows in there:
-        there[grows] = max(there[grows], settings[grows])
-    others = differences(there, json.loads(json.dumps(settings)))
-    problem = f"was begun with other settings ({'; '.join(others)}); name another folder"
-    require(not others, f"{flag} {folder}", problem)
-    return True
-
-
-def begin(file: Path, settings: dict[str, Any], **rules: Any) -> bool:
-    """Checks as `is_begun`; creates a new folder with its settings, and says what has grown in an old one."""
-    begun, grows = is_begun(file, settings, **rules), rules.get("grows")
-    there = read_json(file) if begun else {}
-    if begun and (grows is None or there[grows] == settings[grows]):
-        return True
+    if not create or (begun and there.get(grows) == settings.get(grows)):
+        return begun
     if begun:
-        print(f"{file.parent}: {grows} {there[grows]} before, {settings[grows]} now: it goes on", file=sys.stderr)
-    file.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{folder}: {grows} {there[grows]} before, {settings[grows]} now: it goes on", file=sys.stderr)
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(file, there | settings)
     return begun
 

@@ -37,7 +37,7 @@ from failfast_jax.public_data.question_sets import PROMPTS, humaneval_prompts, l
 from failfast_jax.template_rendering import has_template, render
 from failfast_jax.text_stream import special_tokens, text_of
 from failfast_jax.train.documents import DataError, Document, read_documents, write_documents
-from failfast_jax.train.resume import begin, check_same, is_begun
+from failfast_jax.train.resume import begin, check_same
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime, deadline_after
 from failfast_jax.util.files import sole_writer, user_path
@@ -338,7 +338,7 @@ def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) 
     settings = settings_of(options, texts)
     file, shards = args.out / SETTINGS_FILE, range(-(-count // options.shard_size))
     check_same(settings)
-    begun = processes.run_on_primary(lambda: is_begun(file, settings, foreign=SHARDS))
+    begun = processes.run_on_primary(lambda: begin(file, settings, create=False, foreign=SHARDS))
     if begun and not _missing(args.out, shards):
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return

@@ -33,7 +33,7 @@ from failfast_jax.train import documents
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import choose_layers, spare_token
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
-from failfast_jax.train.diffusion_run import DiffusionObjective, DiffusionStart
+from failfast_jax.train.diffusion_run import DiffusionStart, StandaloneObjective
 from failfast_jax.train.documents import Document, Documents
 from failfast_jax.train.evaluation import Evaluation
 from failfast_jax.train.resume import begin, check_same
@@ -106,9 +106,9 @@ def work(args: argparse.Namespace) -> None:
             # From here on nothing is cheap: all that can be refused has been.
             model, begun = load_model(source), processes.broadcast_from_primary(has_checkpoint(args.out))
             if start is not None:
-                objective = DiffusionObjective.of_model(start, config, spread)
+                objective = start.objective(config, spread)
             elif config.family in MASKED:
-                objective = DiffusionObjective.of_layers(model, layers.copied, config)
+                objective = StandaloneObjective(model, layers.copied, config)
             else:
                 objective = BlockObjective.from_config(config, model, train, layers, begun=begun, deadline=deadline)
             evaluation = Evaluation(model, objective, held_out, config)
@@ -122,7 +122,7 @@ def work(args: argparse.Namespace) -> None:
 def _mask_token(config: TrainConfig, start: DiffusionStart | None, source: Any) -> int | None:
     """Returns the id of an unknown token; None where the drafter's own network has none among its inputs."""
     if start is not None:
-        return start.config.mask_token_id
+        return start.model_config.mask_token_id
     if config.mask_token is None and config.family in BLOCKS and not (config.row_features or config.start):
         return spare_token(load_tokenizer(source))
     return config.mask_token
@@ -135,8 +135,10 @@ def _documents(config: TrainConfig, paths: list[Path], source: Any, target: Mode
         return read_conversations(file, load_tokenizer(source), target.vocab_size, whole=config.family in DIFFUSION)
 
     shortest = 3 if config.family in MASKED else config.rows + 2
-    limits = {"shortest": shortest, "longest": config.seq_len, "skip_short": config.skip_short}
-    return documents.load_documents(paths, vocab_size=target.vocab_size, read=dict.fromkeys(ROWS, read), **limits)
+    readers = dict.fromkeys(ROWS, read)
+    return documents.load_documents(
+        paths, target.vocab_size, shortest, config.seq_len, skip_short=config.skip_short, read=readers
+    )
 
 
 def _train(

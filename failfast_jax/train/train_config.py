@@ -24,6 +24,8 @@ MASKED = (*STANDALONE, *DIFFUSION)
 FAMILIES = (*BLOCKS, *MASKED)
 THIRDS = "thirds"
 """`--row-features` without numbers: layers at 1/3 and 2/3 of the depth, and the last."""
+DECIDED_BY_START = ("rows", "row_features", "draft_vocab", "features", "mask_token")
+"""Options that a block drafter at `--start` decides."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Objective and packing as in the released code; learning rate and schedule as in a public finetuning script for it,
@@ -57,14 +59,12 @@ class Setting(Option):
       families: those that take it.
       group: its heading on the help page; empty: the families.
       learned: False if it does not change what is learned, so that a run may continue with another value.
-      by_start: True if a block drafter at `--start` decides it.
       flag: further arguments of `add_argument`.
     """
 
     families: tuple[str, ...] = FAMILIES
     group: str = ""
     learned: bool = True
-    by_start: bool = False
     flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -104,23 +104,20 @@ class TrainConfig:
     held_out: int = _data(64, "documents never trained on", least=1)
     skip_short: bool = _data(False, "leave out documents shorter than a block")
 
-    rows: int = _block(7, "tokens that one pass drafts", least=1, by_start=True)
+    rows: int = _block(7, "tokens that one pass drafts", least=1)
     row_features: str | None = _block(
         None,
         "this project's network: target layers that enter each row; without numbers: 1/3, 2/3, last",
         flag={"metavar": "i,j", "nargs": "?", "const": THIRDS},
-        by_start=True,
     )
     prefix_fraction: float | None = _block(
         None, "share of blocks that begin with known tokens; default: 0.25 with --row-features, else 0", least=0, most=1
     )
     ce_weight: float = _block(0.1, "weight of the cross-entropy with the answers", least=0)
     l1_weight: float = _block(0.9, "weight of the distance from the target's distribution", least=0)
-    draft_vocab: int = _block(0, "draft only the n most frequent tokens of the answers; 0: all", least=0, by_start=True)
+    draft_vocab: int = _block(0, "draft only the n most frequent tokens of the answers; 0: all", least=0)
     anchors: int = _block(64, "blocks per document and step", least=1)
-    features: str | None = _block(
-        None, "target layers that it reads; default: five, evenly spread", "i,j", by_start=True
-    )
+    features: str | None = _block(None, "target layers that it reads; default: five, evenly spread", "i,j")
     feature_cache: Path | None = _block(None, "folder: compute the target's features once", "DIR")  # noqa: RUF009
     borrow: bool = _block(False, "store neither the target's embedding nor its head")
     markov: str = _dspark("vanilla", "kind of the Markov head", choices=MARKOV_HEADS)
@@ -128,9 +125,7 @@ class TrainConfig:
     confidence_weight: float = _dspark(1.0, "weight of the confidence head's loss; 0: no such head", least=0)
     freeze: str | None = _dspark(None, "train the Markov and confidence heads alone", choices=("backbone",))
     confidence_for: str = _dspark("sampled", "kind of acceptance that the head predicts", choices=("sampled", "greedy"))
-    mask_token: int | None = _unknown(
-        None, "id for an unknown token; default: one that no text has", "ID", by_start=True
-    )
+    mask_token: int | None = _unknown(None, "id for an unknown token; default: one that no text has", "ID")
     position_decay: float = _setting(
         3.0, "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True
     )
@@ -198,8 +193,9 @@ class TrainConfig:
         of_preset = preset.get("family", family)
         require(family == of_preset, f"--family {family}", f"--preset {flags['preset']} is of --family {of_preset}")
         start = _start_config(family, values)
-        decided = {field.name for field in settings() if field.metadata["option"].by_start and start is not None}
-        decided |= {"markov", "markov_rank"} if start is not None and start.markov is not None else set()
+        decided = [] if start is None else [*DECIDED_BY_START]
+        if start is not None and start.markov is not None:
+            decided += ["markov", "markov_rank"]
         for field in settings():
             if field.name in values:
                 flag, takers = shown(field.name, values[field.name]), field.metadata["option"].families
@@ -259,9 +255,9 @@ def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None
     require(family in BLOCKS, f"--family {family}", continues)
     folder = ModelFolder(start)
     require(folder.layout is BLOCK_LAYOUT, flag, "not a dspark or dflash drafter")
-    config = BLOCK_LAYOUT.read_config(folder.raw, folder.where)
-    is_other = config.own_row or bool(config.sliding_windows) or config.full_is_causal
+    model_config = BLOCK_LAYOUT.read_config(folder.raw, folder.where)
+    is_other = model_config.own_row or bool(model_config.sliding_windows) or model_config.full_is_causal
     require(not is_other, flag, "z-lab's layout, sliding layers and causal blocks are read, and not trained")
-    has_heads = family != "dspark" and config.published_method == "dspark"
+    has_heads = family != "dspark" and model_config.published_method == "dspark"
     require(not has_heads, flag, "has a Markov or a confidence head: --family dspark")
-    return config
+    return model_config

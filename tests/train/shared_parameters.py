@@ -1,11 +1,10 @@
-"""A whole model trained on 4 simulated devices that share its parameters, and on devices with copies; prints JSON.
+"""A whole model trained on 4 simulated devices that share its parameters, and on devices with copies.
 
 Run as a script, in a process of its own: the number of devices is fixed when JAX is first used.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -17,37 +16,38 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
-from training_runs import load, make_batches, make_objective, write_data
+from tiny_models import VOCAB, diffusion_config, random_model
+from training_runs import RELEASED_OPTIONS, load, losses_of, parameters, write_data
 
+from failfast_jax.train.diffusion_run import DiffusionObjective
+from failfast_jax.train.documents import packed_batches
 from failfast_jax.train.spread import Spread
-from failfast_jax.train.trainer import LOG_FILE, Trainer
+from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.train.trainer import Trainer
 
-SETTINGS = {"steps": 4, "batch": 4, "accumulate": 2, "warmup": 1, "ema": 0.0}
+CONFIG = TrainConfig(
+    **RELEASED_OPTIONS, seq_len=64, block_size=8, packing="stream", steps=4, batch=4, accumulate=2, warmup=1, ema=0.0
+)
 
 
-def main(folder: Path) -> None:
-    documents = load(write_data(folder / "a.npz", documents=24))
-    objective = make_objective("diffusion", None, documents, **SETTINGS)
-    dataset, states, logs = make_batches("diffusion", documents, 8), [], []
-    # Copies on four devices; then two pieces, on two meshes.
-    for name, sizes in (("copies", (1,)), ("shared", (2, 4))):
-        (folder / name).mkdir()
-        for fsdp in sizes:
-            objective.spread = Spread.over(fsdp)
-            trainer = Trainer(objective.options, objective, folder / name, objective.spread)
-            state, _ = trainer.train(dataset, deadline=time.monotonic() if fsdp == 2 else math.inf)
-        states.append(state)
-        logs.append([json.loads(line) for line in (folder / name / LOG_FILE).read_text().splitlines()])
-    both = zip(*(jax.tree.leaves(state["params"]) for state in states))
-    embed, moments = state["params"]["embed"], state["optimizer"][1][0].mu["embed"]
-    report = {
-        "pieces": [record["step"] for record in logs[1]],
-        "last": [[log[-1]["loss"], log[-1]["grad_norm"]] for log in logs],
-        "parameters": max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in both),
-        "parts": [list(array.addressable_shards[0].data.shape) for array in (embed, moments)],
-    }
-    print(json.dumps(report))
+def trained(folder: Path, sizes: tuple[int, ...]) -> dict:
+    """The state after a run in pieces: meshes of which so many devices share a parameter; a step each, then all."""
+    dataset, _ = packed_batches(load(write_data(folder.with_suffix(".npz"), documents=24)), CONFIG)
+    start = random_model(diffusion_config(num_layers=2), seed=3)
+    folder.mkdir()
+    for number, fsdp in enumerate(sizes, 1):
+        objective = DiffusionObjective(start.config, parameters(start), CONFIG, spread=Spread.over(fsdp))
+        trainer = Trainer(CONFIG, objective, folder, objective.spread)
+        state, _ = trainer.train(dataset, deadline=math.inf if number == len(sizes) else time.monotonic())
+    return state
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    copies, shared = (Path(sys.argv[1]) / name for name in ("copies", "shared"))
+    ends = trained(copies, (1,)), trained(shared, (2, 4))
+    for whole, parts in zip(*(jax.tree.leaves(state["params"]) for state in ends)):
+        np.testing.assert_allclose(whole, parts, atol=1e-4)
+    assert losses_of(shared).keys() == {1, 4}
+    np.testing.assert_allclose(losses_of(shared)[4], losses_of(copies)[4], rtol=1e-4)
+    for array in (ends[1]["params"]["embed"], ends[1]["optimizer"][1][0].mu["embed"]):
+        assert array.addressable_shards[0].data.shape == (VOCAB // 4, 16)

@@ -12,19 +12,20 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from checkpoint_files import default_target
+from checkpoint_files import byte_level_alphabet
+from training_runs import END, START, tokenizer_of
 
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import OptionError
 from failfast_jax.train.conversations import read_conversations
 from failfast_jax.train.documents import DataError, load_documents
 
-VOCAB = 49_152
+VOCAB = 260
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(default_target())
+    """One token per byte, but for line breaks."""
+    return tokenizer_of([*byte_level_alphabet(), "ĊĊ", "ĊĊĊ", END, START], merges=(("Ċ", "Ċ"), ("ĊĊ", "Ċ")))
 
 
 def written(tmp_path: Path, *rows: str | dict | list) -> Path:
@@ -56,7 +57,10 @@ def test_parquet_files(tmp_path, tokenizer, monkeypatch):
     table = {"instruction": ["Hi", "Say hello"], "input": ["", "politely"], "output": ["Hello.", "Good day."]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     documents = read_conversations(tmp_path / "a.parquet", tokenizer, VOCAB)
-    assert [tokenizer.decode(answer).strip() for _, answer in documents] == ["Hello.<|im_end|>", "Good day.<|im_end|>"]
+    assert [tokenizer.decode(answer).strip() for _, answer, _ in documents] == [
+        "Hello.<|im_end|>",
+        "Good day.<|im_end|>",
+    ]
     assert "Say hello\n\npolitely" in tokenizer.decode(documents[1][0])
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(DataError, match=r"bad\.parquet: not a readable Parquet file"):
@@ -84,17 +88,19 @@ def says(text="A.", **fields):
     return {"role": "assistant", "content": text, **fields}
 
 
+SYSTEM, LATER = {"role": "system", "content": "S."}, "[user]Q?[E][A]A.[E][user]Q?[E][A]"
+TURNS = [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}]
+CONVERSATION = {"system": "S.", "id": 7, "conversations": TURNS}
+
+
 def documents_of(tmp_path, tokenizer, template, *rows, whole=False):
-    """Prompts and what of the rest is learned, as texts; [A] and [E] stand for special tokens."""
+    """Texts of prompts and, after a bar, of the answers to learn from; [A] and [E] stand for special tokens."""
     tokenizer = copy.copy(tokenizer)
     special = json.dumps(template).replace("[A]", "<|im_start|>").replace("[E]", "<|im_end|>")
     tokenizer.chat_template = json.loads(special)
     loaded = read_conversations(written(tmp_path, *rows), tokenizer, VOCAB, whole=whole)
-    decoded = []
-    for prompt, rest, *marks in loaded:
-        learned = rest[marks[0]] if marks else rest
-        decoded.append((tokenizer.decode(prompt), tokenizer.decode(learned)))
-    return [tuple(t.replace("<|im_start|>", "[A]").replace("<|im_end|>", "[E]") for t in pair) for pair in decoded]
+    texts = [f"{tokenizer.decode(prompt)}|{tokenizer.decode(rest[labelled])}" for prompt, rest, labelled in loaded]
+    return [text.replace("<|im_start|>", "[A]").replace("<|im_end|>", "[E]") for text in texts]
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -103,7 +109,7 @@ def documents_of(tmp_path, tokenizer, template, *rows, whole=False):
     [
         (OPENS, [ASKED, says()]),
         (OPENS, [ASKED, says("<think>\nHm.\n</think>\nA.")]),
-        (None, [ASKED, says("\n\nA.")]),  # a token of all three line breaks
+        (None, [ASKED, says("\n\nA.")]),  # a token of several line breaks
         ("{% for m in messages[-1:] %}{{ m.role }}: {{ m.content }}\n{% endfor %}", [ASKED, says(), ASKED, says("B.")]),
         ("{% for m in messages %}[{{ m.content }}]{% endfor %}[A]", [ASKED, says()]),  # the answer is no end
     ],
@@ -117,38 +123,34 @@ def test_documents_that_a_template_writes_otherwise_are_left_out(tmp_path, token
     ):
         documents_of(tmp_path, tokenizer, template, {"messages": turns}, whole=whole)
     if template == tokenizer.chat_template:
-        ((_, answer),) = documents_of(tmp_path, tokenizer, template, fine, {"messages": turns}, whole=whole)
-        assert answer.strip() == "Fine.[E]"
+        (text,) = documents_of(tmp_path, tokenizer, template, fine, {"messages": turns}, whole=whole)
+        assert text.strip().endswith("|Fine.[E]")
         assert "documents left out: 1 that the chat template writes otherwise" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("template", "row", "expected"),
     [
-        (PLAIN, {"system": "S.", "id": 7, "conversations": [{"from": "human", "value": "Q?"},
-                                                          {"from": "gpt", "value": "A."}]},
-         [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
-        (PLAIN, {"system": "S.", "messages": [{"role": "system", "content": "S."}, ASKED, says()]},
-         [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
-        (PLAIN, {"messages": [ASKED, says(), ASKED, says("B.")]},
-         [("[user]Q?[E][A]", "A.[E]"), ("[user]Q?[E][A]A.[E][user]Q?[E][A]", "B.[E]")]),
-        (PLAIN, {"instruction": "Q?", "input": "X", "output": "B."}, [("[user]Q?\n\nX[E][A]", "B.[E]")]),
-        (PLAIN, {"system_prompt": "S.", "problem": "Q?", "solution": "A."}, [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
-        (PLAIN, {"instruction": "Q?", "context": "C.", "response": "A."}, [("[user]C.\n\nQ?[E][A]", "A.[E]")]),
-        (PLAIN, {"messages": [ASKED, says(weight=0), ASKED, says("B.", weight=1)]},
-         [("[user]Q?[E][A]A.[E][user]Q?[E][A]", "B.[E]")]),
-        (REASONS, {"messages": [ASKED, says(reasoning="R.")]}, [("[user]Q?[E][A]", "<think>R.</think>A.[E]")]),
+        (PLAIN, CONVERSATION, ["[system]S.[E][user]Q?[E][A]|A.[E]"]),
+        (PLAIN, {"system": "S.", "messages": [SYSTEM, ASKED, says()]}, ["[system]S.[E][user]Q?[E][A]|A.[E]"]),
+        (PLAIN, {"messages": [ASKED, says(), ASKED, says("B.")]}, ["[user]Q?[E][A]|A.[E]", f"{LATER}|B.[E]"]),
+        (PLAIN, {"instruction": "Q?", "input": "X", "output": "B."}, ["[user]Q?\n\nX[E][A]|B.[E]"]),
+        (PLAIN, {"system_prompt": "S.", "problem": "Q?", "solution": "A."}, ["[system]S.[E][user]Q?[E][A]|A.[E]"]),
+        (PLAIN, {"instruction": "Q?", "context": "C.", "response": "A."}, ["[user]C.\n\nQ?[E][A]|A.[E]"]),
+        (PLAIN, {"messages": [ASKED, says(weight=0), ASKED, says("B.", weight=1)]}, [f"{LATER}|B.[E]"]),
+        (REASONS, {"messages": [ASKED, says(reasoning="R.")]}, ["[user]Q?[E][A]|<think>R.</think>A.[E]"]),
     ],
-)  # fmt: skip
+)
 def test_rows_are_used_whole(tmp_path, tokenizer, template, row, expected):
     assert documents_of(tmp_path, tokenizer, template, row) == expected
-    assert documents_of(tmp_path, tokenizer, template, row, whole=True)[0][0] == expected[0][0]
+    (whole,) = documents_of(tmp_path, tokenizer, template, row, whole=True)
+    assert whole.partition("|")[0] == expected[0].partition("|")[0]
 
 
 def test_rows_without_an_answer_to_learn_are_counted(tmp_path, tokenizer, capsys):
     calls = {"messages": [ASKED, says(tool_calls=[{"function": {"name": "f"}}]), {"role": "tool", "content": "1"}]}
     rows = calls, {"messages": [ASKED, says(weight=0)]}, {"messages": [ASKED, says("B.", tool_calls=[])]}
-    assert documents_of(tmp_path, tokenizer, PLAIN, *rows) == [("[user]Q?[E][A]", "B.[E]")]
+    assert documents_of(tmp_path, tokenizer, PLAIN, *rows) == ["[user]Q?[E][A]|B.[E]"]
     counted = "left out: 1 that have tool calls (first: line 1); 1 that have only answers of weight 0 (first: line 2)"
     assert counted in capsys.readouterr().err
 

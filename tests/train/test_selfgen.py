@@ -7,7 +7,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from checkpoint_files import FIXTURES
 from tiny_models import VOCAB
@@ -52,9 +51,9 @@ def written(make, tmp_path_factory) -> Path:
     return folder
 
 
-def writer_of(engine: FailFast, *, openings=("what is", ""), held_out=(), kind=Writer, **changes) -> Writer:
-    values = {"batch_size": 2, "max_prompt_tokens": 12, "max_answer_tokens": 20, "shard_size": 5}
-    return kind(engine, SelfgenOptions(**(values | changes)), WriterTexts(openings, held_out))
+def writer_of(engine: FailFast, *, openings=("what is", ""), held_out=(), most: int = 12) -> Writer:
+    options = SelfgenOptions(batch_size=2, max_prompt_tokens=most, max_answer_tokens=20, shard_size=5)
+    return Writer(engine, options, WriterTexts(openings, held_out))
 
 
 def documents(folder: Path, number: int = 0) -> list[tuple[list[int], list[int]]]:
@@ -69,9 +68,6 @@ def test_shards(written, engine):
     assert settings["template"] == [BEFORE, AFTER] and settings["max_answer_tokens"] == 20
     tokenizer, prompts = engine.tokenizer, []
     before, after = (tokenizer(text)["input_ids"] for text in (BEFORE, AFTER))
-    with np.load(selfgen.shard_path(written, 0)) as data:
-        dtypes = {name: data[name].dtype.name for name in data}
-    assert dtypes == {"prompt": "uint16", "prompt_len": "int32", "answer": "uint16", "answer_len": "int32"}
     for prompt, answer in documents(written) + documents(written, 1):
         assert prompt[: len(before)] == before and prompt[-len(after) :] == after
         content = prompt[len(before) : -len(after)]
@@ -82,8 +78,7 @@ def test_shards(written, engine):
         prompts.append(tuple(prompt))
     assert len(set(prompts)) == 10
     contents = [tokenizer.decode(prompt)[len(BEFORE) :] for prompt in prompts]
-    assert any(text.startswith("what is") for text in contents)
-    assert any(text.startswith("def f\n") for text in contents)
+    assert all(any(text.startswith(opening) for text in contents) for opening in ("what is", "def f\n"))
 
 
 def test_a_run_continues_with_the_same_data(make, written, tmp_path, capsys):
@@ -153,15 +148,9 @@ def test_questions_that_cannot_be_asked(ask, rows, words, tmp_path):
     assert not list((tmp_path / "data").glob("shard*"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--documents 0", "--documents 0"),
-        ("--openings no/such.txt", "--openings no/such.txt"),
-        ("--questions gsm8k", "--openings .*: not with --questions"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_is_loaded(make, flags, words, tmp_path):
+@pytest.mark.parametrize("flags", ["--documents 0", "--openings no/such.txt", "--questions gsm8k"])
+def test_bad_options_are_refused_before_anything_is_loaded(make, flags, tmp_path):
+    words = "--openings .*: not with --questions" if "gsm8k" in flags else flags
     with pytest.raises(ValueError, match=words):
         make(tmp_path / "data", *flags.split(), engine=None)
     assert not (tmp_path / "data").exists()
@@ -225,11 +214,8 @@ def test_prompts_that_are_skipped(engine):
 
 
 def test_sampled_ids_that_are_no_text(engine):
-    class Fixed(Writer):
-        def generate(self, prompts, limit, **sampling):
-            return [[9, 9, 1], [9, 9, 2, 9]]  # too short, and a header inside
-
-    writer = writer_of(engine, kind=Fixed)
+    writer = writer_of(engine)
+    writer.generate = lambda *_, **__: [[9, 9, 1], [9, 9, 2, 9]]  # too short, and a header inside
     assert writer.prompts(0, 0) == [] and writer.skipped == {"empty": 1, "special tokens": 1}
     with pytest.raises(ValueError, match="shard 3: only 0 of 112 prompts"):
         writer.shard(3, set())
@@ -242,7 +228,7 @@ def test_targets_that_cannot_write_prompts(engine):
         with pytest.raises(ValueError, match=f"--target small: .*{words}"):
             user_turn(letters_tokenizer(template), "small")
     with pytest.raises(ValueError, match="--max-prompt-tokens 200.*256"):
-        writer_of(engine, max_prompt_tokens=200)
+        writer_of(engine, most=200)
     template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"  # begins with the user
     bare = FailFast(engine.target, tokenizer=letters_tokenizer(template))
     with pytest.raises(ValueError, match="--target .*--openings FILE"):

@@ -18,12 +18,11 @@ import pytest
 from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file
 from tiers import tiers
-from training_runs import losses_of, write_data
+from training_runs import letters_folder, losses_of, write_data
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "train")))
 COMMON = "--seq-len 64 --batch 4 --held-out 4 --eval-prompts 2 --eval-tokens 6 --storage float32 --save-every 2"
 FAMILIES = {
     "diffusion": "--family diffusion --block-size 16 --mask-token 1 --fsdp 4 --accumulate 2",
@@ -42,25 +41,7 @@ def words(family: str, documents: Path, out: Path | str, *more: str) -> list[str
     return [*where, *COMMON.split(), *FAMILIES[family].split(), "--steps", "12", *more]
 
 
-SELFGEN = """
-import functools
-import sys
-
-from failfast_jax.train import selfgen
-from failfast_jax.train.__main__ import main
-from training_runs import letters_engine
-
-selfgen.work = functools.partial(selfgen.work, load=letters_engine)
-raise SystemExit(main(["selfgen", *sys.argv[1:]]))
-"""
-
-
-def start(
-    flags: list[str],
-    processes: int,
-    folders: Sequence[Path] = (ROOT, ROOT),
-    program: tuple[str, str] = ("-m", "failfast_jax.train"),
-) -> list[subprocess.Popen]:
+def start(flags: list[str], processes: int, folders: Sequence[Path] = (ROOT, ROOT)) -> list[subprocess.Popen]:
     """The command in so many processes, of four devices together, each in its folder."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -71,10 +52,11 @@ def start(
         "stderr": subprocess.PIPE,
         "text": True,
         "preexec_fn": functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        "env": os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": PATHS},
+        "env": os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
     }
     joined = [["--distributed", f"localhost:{port},{processes},{index}"] for index in range(processes)]
-    commands = [[sys.executable, *program, *flags, *(more if processes > 1 else [])] for more in joined]
+    command = [sys.executable, "-m", "failfast_jax.train", *flags]
+    commands = [[*command, *more] for more in joined] if processes > 1 else [command]
     return [subprocess.Popen(command, cwd=folder, **options) for command, folder in zip(commands, folders)]
 
 
@@ -134,11 +116,12 @@ def test_two_processes_write_as_one(tmp_path):
     folders = [tmp_path / name for name in ("alone", "first", "second")]
     for folder in folders:
         folder.mkdir()
-    words = ["--target", "tiny", "--out", "data", "--documents", "4", "--shard-size", "4", "--batch-size", "4"]
-    words += ["--max-prompt-tokens", "12", "--max-answer-tokens", "20"]
-    for flags, count, places in ((words, 1, folders[:1]), ([*words, "--data-parallel", "4"], 2, folders[1:])):
-        statuses, _, errors = ended(start(flags, count, places, ("-c", SELFGEN)))
-        assert not any(statuses), errors
+    target = letters_folder(tmp_path / "target", "qwen2_target_160")
+    flags = ["selfgen", "--target", str(target), "--out", "data", "--documents", "4", "--shard-size", "4"]
+    flags += ["--batch-size", "4", "--max-prompt-tokens", "12", "--max-answer-tokens", "20"]
+    started = [*start(flags, 1, folders[:1]), *start([*flags, "--data-parallel", "4"], 2, folders[1:])]
+    statuses, _, errors = ended(started)
+    assert not any(statuses), errors
     assert not list(folders[2].iterdir())
     shards = [np.load(folder / "data" / "shard-00000.npz") for folder in folders[:2]]
     assert all(np.array_equal(shards[0][name], shards[1][name]) for name in shards[0])

@@ -1,28 +1,24 @@
-"""Documents, targets and objectives of the training tests."""
+"""Documents, targets and figures of the training tests."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
+from checkpoint_files import hf_folder
 from safetensors.numpy import load_file
-from tiny_models import VOCAB, diffusion_config, random_dspark, random_extended, random_model, tiny_config
+from tiny_models import VOCAB, random_model, tiny_config
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast
-from failfast_jax.checkpoints import parameter_map
 from failfast_jax.checkpoints.parameter_map import AbstractModule
-from failfast_jax.train.block_loss import BlockObjective
-from failfast_jax.train.block_start import initial
-from failfast_jax.train.diffusion_run import DiffusionObjective
-from failfast_jax.train.documents import batches, load_documents, packed_batches
-from failfast_jax.train.train_config import MASKED, PRESETS, TrainConfig
+from failfast_jax.train.documents import load_documents
+from failfast_jax.train.train_config import PRESETS
 
 LENGTH = 32
-OBJECTIVE = ("corruption", "block_start", "mask_logit", "position_decay")
+OBJECTIVE = ("family", "corruption", "block_start", "mask_logit", "position_decay")
 RELEASED_OPTIONS = {name: PRESETS["fast-dllm-v2"][name] for name in OBJECTIVE}
 
 
@@ -61,38 +57,6 @@ def parameters(net) -> dict:
     return {name: leaf[...] for name, leaf in AbstractModule.of(net).leaves.items()}
 
 
-def hf_tensors(params: dict, config) -> dict[str, np.ndarray]:
-    """A decoder's parameters, or gradients, by path as a checkpoint's tensors in float64."""
-    tensors = parameter_map.stored_tensors(parameter_map.HF_TABLE, jax.device_get(params), config)
-    return {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
-
-
-def make_batches(family: str, documents, batch: int):
-    """Batches as in the family's runs."""
-    if family in MASKED:
-        options = {"seq_len": 2 * LENGTH, "block_size": 8, "batch": batch, "packing": "stream"}
-        return packed_batches(documents, TrainConfig(family=family, **options))[0]
-    return batches(documents, length=LENGTH, batch=batch, seed=0)
-
-
-def make_objective(family: str, target, documents, **changes):
-    """A small objective; `extended` is this project's own block drafter."""
-    if family == "standalone":
-        options = TrainConfig(family=family, block_size=8, position_decay=2.0, **changes)
-        return DiffusionObjective.of_layers(target, (0, 2), options)
-    if family == "diffusion":
-        start = random_model(diffusion_config(num_layers=2), seed=3)
-        options = TrainConfig(family=family, **RELEASED_OPTIONS, **changes)
-        return DiffusionObjective(start.config, parameters(start), options)
-    if family == "dspark":
-        model = random_dspark(target, feature_layers=(0, 1), seed=5)
-        return BlockObjective(model.network, target, None, TrainConfig(anchors=3, position_decay=4.0, **changes))
-    ids = documents.frequent_tokens(VOCAB, 20, (1,))
-    shape = random_extended(target, rows=4, draft_ids=ids, context_layers=(1,), row_features=(0, 2)).config
-    options = TrainConfig(anchors=3, position_decay=4.0, ce_weight=1.0, borrow=True, **changes)
-    return BlockObjective(initial(target, shape, (2,), 0), target, ids, options)
-
-
 END, START = "<|im_end|>", "<|im_start|>"
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nbe brief<|im_end|>\n{% endif %}"
@@ -101,15 +65,29 @@ TEMPLATE = (
 )
 
 
-def letters_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token per letter; id 1 ends a turn, as in `tiny_config`."""
-    tokens = ["?", END, START, "Ċ", "Ġ", *"abcdefghijklmnopqrstuvwxyz", *"012345678"]
-    assert len(tokens) == VOCAB
-    backend = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=[], unk_token="?"))
+def tokenizer_of(tokens: list[str], merges: tuple = (), template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of a few tokens."""
+    vocab = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges), unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in (END, START)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, chat_template=template)
+
+
+def letters_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per letter; id 1 ends a turn, as in `tiny_config`."""
+    tokens = ["?", END, START, "Ċ", "Ġ", *"abcdefghijklmnopqrstuvwxyz", *"012345678"]
+    assert len(tokens) == VOCAB
+    return tokenizer_of(tokens, template=template)
+
+
+def letters_folder(folder: Path, name: str) -> Path:
+    """A golden model with a chat template, of whose tokens a tokenizer of letters uses forty."""
+    folder = hf_folder(folder, name, eos_token_id=1)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    letters_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def letters_engine(*_, method: str = "vanilla", dtype: str | None = None, **mesh) -> FailFast:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,13 +37,13 @@ PROMPTS = [[5, 6, 7, 5, 6, 7], [3, 4], [9] * 12]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A command, and what is to be looked at behind it. Each of these runs in a process of its own.
+    """A command and its result. Each attribute runs in a process of its own.
 
     Attributes:
-      command: runs it for a folder, which it fills; returns its exit status.
-      result: what an undisturbed run and a killed one have in common, JSON-ready.
-      prepare: what is in the folder before.
-      done: whether the command has nothing more to do, so that giving it again would be refused.
+      command: fills a folder; returns its exit status.
+      result: reads from the folder what killed and undisturbed runs have in common, JSON-ready.
+      prepare: fills the folder before the command.
+      done: True if the command has ended, so that giving it again would be refused.
     """
 
     command: Callable[[Path], int]
@@ -50,7 +53,6 @@ class Work:
 
 
 def digest(content: bytes) -> str:
-    """Of a file, or of an array."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -58,30 +60,23 @@ def prepare(folder: Path) -> dict[str, Work]:
     """The work, by name; what it shares lies in `folder`."""
     DEFAULT_WIDTHS["cpu"] = SHORTEST
     # Killed in the middle of writing a program, they may leave one that is cut off: not among other tests' programs.
-    given = os.environ.get("FAILFAST_COMPILE_CACHE")
-    os.environ["FAILFAST_COMPILE_CACHE"] = str(folder / "cache" if given in (None, "off") else Path(given) / "kills")
+    cache = os.environ.get("FAILFAST_COMPILE_CACHE")
+    os.environ["FAILFAST_COMPILE_CACHE"] = str(folder / "cache" if cache in (None, "off") else Path(cache) / "kills")
     return {
         "convert": Work(convert, converted, done=lambda out: (out / "out" / "config.json").exists()),
-        "overwrite": Work(overwrite, converted, prepare=convert_another),
+        "overwrite": Work(
+            lambda out: convert(out, "--overwrite"),
+            converted,
+            prepare=lambda out: convert(out, source=GOLDEN / "qwen2_untied"),
+        ),
         "bench": bench_work(folder),
         "train": train_work(folder),
         "generate": Work(generated, answered),
     }
 
 
-def convert(out: Path) -> int:
-    """Makes a new folder."""
-    return qwen2.main([str(TARGET), str(out / "out")])
-
-
-def convert_another(out: Path) -> int:
-    """What `overwrite` replaces."""
-    return qwen2.main([str(GOLDEN / "qwen2_untied"), str(out / "out")])
-
-
-def overwrite(out: Path) -> int:
-    """Makes a folder in the place of another one."""
-    return qwen2.main([str(TARGET), str(out / "out"), "--overwrite"])
+def convert(out: Path, *flags: str, source: Path = TARGET) -> int:
+    return qwen2.main([str(source), str(out / "out"), *flags])
 
 
 def converted(out: Path) -> dict[str, Any]:
@@ -99,15 +94,15 @@ def bench_work(folder: Path) -> Work:
     words += ["--max-new-tokens", "12", "--no-scores", "--no-figures"]
 
     def records(out: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         for line in map(json.loads, (out / "out" / "records.jsonl").read_text().splitlines()):
             if line["kind"] == "answer":
                 key = f"{line['question']} {line['setting']}"
-                assert key not in found, f"{key} was answered twice"
-                found[key] = [line["output_ids"], line["rounds"], line["finish_reason"]]
+                assert key not in answers, f"{key} was answered twice"
+                answers[key] = [line["output_ids"], line["rounds"], line["finish_reason"]]
         summary = json.loads((out / "out" / "summary.json").read_text())
         verdicts = [row["verdicts"] for data in summary["datasets"].values() for row in data["settings"].values()]
-        return {"answers": dict(sorted(found.items())), "verdicts": verdicts}
+        return {"answers": dict(sorted(answers.items())), "verdicts": verdicts}
 
     return Work(lambda out: bench.main([*words, "--out", str(out / "out")]), records)
 
@@ -125,7 +120,7 @@ def train_work(folder: Path) -> Work:
     words += ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"]
     words += ["--steps", "4", "--save-every", "1"]
 
-    def made(out: Path) -> dict[str, Any]:
+    def result(out: Path) -> dict[str, Any]:
         log = [json.loads(line) for line in (out / "out" / "log.jsonl").read_text().splitlines()]
         losses = [[line["step"], line.get("loss"), line.get("held_out", {}).get("accepted_per_round")] for line in log]
         return {"weights": digest((out / "out" / "drafter" / "model.safetensors").read_bytes()), "log": losses}
@@ -133,7 +128,7 @@ def train_work(folder: Path) -> Work:
     def run(out: Path) -> int:
         return train.main([*words, "--out", str(out / "out"), "--feature-cache", str(out / "features")])
 
-    return Work(run, made)
+    return Work(run, result)
 
 
 def generated(out: Path) -> int:
@@ -145,13 +140,9 @@ def generated(out: Path) -> int:
 
 def answered(out: Path) -> list[int]:
     """The answer of one more run: all programs come from the cache, and none is damaged."""
-    import contextlib
-    import io
-    import warnings
-
-    with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
+    with contextlib.redirect_stdout(io.StringIO()) as output, warnings.catch_warnings():
         warnings.simplefilter("error")  # JAX warns of programs that it cannot read
         assert generated(out) == 0
-    answer = json.loads(said.getvalue())
+    answer = json.loads(output.getvalue())
     assert answer["stats"]["compiles"] == 0, answer["stats"]
     return answer["output_ids"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import multiprocessing
@@ -30,6 +29,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load_file
+
 LONGEST_S = 120.0
 """A command that runs for longer hangs. (Generous: the machine may be busy.)"""
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "kills.half"}
@@ -39,9 +41,6 @@ INTERRUPTED = 130
 
 class Lost(AssertionError):
     """What a kill must not do."""
-
-
-# -- processes -----------------------------------------------------------------------------------------------
 
 
 class FileOperations:
@@ -73,14 +72,18 @@ class FileOperations:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclasses.dataclass
 class Run:
-    """A forked process that runs a command, and the file of its output."""
+    """A command in a forked process, and the file of its output."""
 
-    process: Any
-    output: Path
+    def __init__(self, command: Callable[[], int], folder: Path, output: Path, last: int | None = None):
+        """Starts it; `last`: it is killed before that one of its changes in `folder`."""
+        self.output = output
+        output.unlink(missing_ok=True)
+        arguments = (command, folder, output, last)
+        self.process = multiprocessing.get_context("fork").Process(target=run_command, args=arguments)
+        self.process.start()
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float = LONGEST_S) -> int | None:
         """Returns the exit status (negative: a signal), or None if it still runs then."""
         self.process.join(seconds)
         return self.process.exitcode
@@ -89,7 +92,7 @@ class Run:
         """Sends a signal, and waits for the end."""
         if self.process.is_alive():
             os.kill(self.process.pid, number)
-        status = self.wait(LONGEST_S)
+        status = self.wait()
         if status is None:
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(2)  # for the stacks of its threads
@@ -100,14 +103,6 @@ class Run:
     def words(self) -> str:
         """Returns what it wrote to both streams."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
-
-
-def start(command: Callable[[], int], folder: Path, output: Path, last: int | None = None) -> Run:
-    """Runs a command in a forked process; `last`: it is killed before that one of its changes in `folder`."""
-    output.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=run_command, args=(command, folder, output, last))
-    process.start()
-    return Run(process, output)
 
 
 def run_command(command: Callable[[], int], folder: Path, output: Path, last: int | None) -> None:
@@ -135,39 +130,36 @@ def run_command(command: Callable[[], int], folder: Path, output: Path, last: in
         os._exit(status)
 
 
-# -- what is killed ------------------------------------------------------------------------------------------
+def load_npz(path: Path) -> None:
+    with np.load(path) as data:
+        [data[name] for name in data]
+
+
+READERS = {
+    ".json": lambda path: json.loads(path.read_text()),
+    # The last line may be cut off, which is reported when it is read.
+    ".jsonl": lambda path: [json.loads(line) for line in path.read_text().split("\n")[:-1]],
+    ".safetensors": load_file,
+    ".npz": load_npz,
+}
 
 
 def check_whole(folder: Path) -> None:
     """Raises Lost: a file under its final name is cut off."""
-    from safetensors import safe_open
-
     unfinished = re.compile(r"\.part$|\.partial\b|tmp")
     for path in sorted(folder.rglob("*")):
-        if unfinished.search(str(path.relative_to(folder))) or not path.is_file():
-            continue
-        try:
-            if path.suffix == ".json":
-                json.loads(path.read_text())
-            elif path.suffix == ".jsonl":  # its last line may be cut off, which is said when it is read
-                [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-            elif path.suffix == ".safetensors":
-                with safe_open(path, "np") as file:
-                    [file.get_tensor(name) for name in file.keys()]
-            elif path.suffix == ".npz":
-                import numpy as np
-
-                with np.load(path) as data:
-                    [data[name] for name in data]
-        except Exception as error:
-            raise Lost(f"{path}: {error}") from error
+        if path.suffix in READERS and path.is_file() and not unfinished.search(str(path.relative_to(folder))):
+            try:
+                READERS[path.suffix](path)
+            except Exception as error:
+                raise Lost(f"{path}: {error}") from error
 
 
 def names_in(folder: Path) -> list[str]:
     """Lists a folder's files, except for Orbax' own files, whose names differ from run to run."""
-    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
-    named = (re.sub("-[0-9a-f]{64}-cache", "-cache", name) for name in found)  # of programs: depends on the folder
-    return sorted(name for name in named if not re.search(r"/(d|ocdbt\.process_\d+)/", f"/{name}/"))
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    names = (re.sub("-[0-9a-f]{64}-cache", "-cache", name) for name in names)  # of programs: depends on the folder
+    return sorted(name for name in names if not re.search(r"/(d|ocdbt\.process_\d+)/", f"/{name}/"))
 
 
 class Killer:
@@ -175,13 +167,13 @@ class Killer:
 
     Attributes:
       kills: by signal.
-      faults: what was lost, with the seed of each.
+      faults: each with its seed.
       seconds: of an undisturbed run.
       took: seconds spent on trials.
     """
 
     def __init__(self, name: str, work: Any, folder: Path):
-        self.name, self.work, self.folder = name, work, folder
+        self.name, self.work, self.folder, self.output = name, work, folder, folder / "output.txt"
         self.kills: Counter[str] = Counter()
         self.faults: list[dict[str, Any]] = []
         self.took = 0.0
@@ -189,7 +181,7 @@ class Killer:
         whole, begin = self._new("whole"), time.monotonic()
         self._finish(whole)
         self.seconds = time.monotonic() - begin
-        self.operations = int((self.folder / "said.count").read_text())
+        self.operations = int(self.output.with_suffix(".count").read_text())
         self.expected, self.names = self._result(whole), names_in(whole)
 
     def _new(self, name: str) -> Path:
@@ -206,8 +198,8 @@ class Killer:
             place.write_text(json.dumps(function()))
             return 0
 
-        run = start(write, self.folder, self.folder / "said.txt")
-        if run.wait(LONGEST_S) != 0:
+        run = Run(write, self.folder, self.output)
+        if run.wait() != 0:
             raise Lost(run.words())
         return json.loads(place.read_text())
 
@@ -215,13 +207,12 @@ class Killer:
         return self._call(lambda: self.work.result(folder))
 
     def _start(self, folder: Path, last: int | None = None) -> Run:
-        return start(lambda: self.work.command(folder), folder, self.folder / "said.txt", last)
+        return Run(lambda: self.work.command(folder), folder, self.output, last)
 
     def _finish(self, folder: Path) -> None:
         """Runs the command to its end."""
         run = self._start(folder)
-        status = run.wait(LONGEST_S)
-        if status is None:
+        if (status := run.wait()) is None:
             run.stop(signal.SIGKILL)
         if status != 0:
             raise Lost(f"exit status {status}: {run.words()}")
@@ -230,12 +221,12 @@ class Killer:
         """Starts the command and kills it; whether it had ended before."""
         if rng.random() < 0.6:
             run = self._start(folder, rng.randrange(1, self.operations + 1))
-            status, number = run.wait(LONGEST_S), signal.SIGKILL
-            status = run.stop(number) if status is None else status
+            seconds, number = LONGEST_S, signal.SIGKILL
         else:
             run, number = self._start(folder), rng.choice(SIGNALS)
-            status = run.wait(rng.uniform(0, self.seconds))
-            status = run.stop(number) if status is None else status
+            seconds = rng.uniform(0, self.seconds)
+        if (status := run.wait(seconds)) is None:
+            status = run.stop(number)
         check_whole(folder)
         if status == 0:
             return True
@@ -252,9 +243,7 @@ class Killer:
         try:
             folder = self._new("killed")
             for _ in range(rng.choice([1, 2, 4, 6])):
-                if self._kill(folder, rng):
-                    break
-                if self.work.done(folder):
+                if self._kill(folder, rng) or self.work.done(folder):
                     break
             if not self.work.done(folder):
                 self._finish(folder)
@@ -284,25 +273,22 @@ def main() -> int:
         folder = Path(name)
         works = killed_work.prepare(folder)
         chosen = args.only.split(",") if args.only else list(works)
-        begin = time.monotonic()
         killers = [Killer(name, works[name], folder / name) for name in chosen]
-        print(json.dumps({"ready_s": round(time.monotonic() - begin, 1)}), file=sys.stderr, flush=True)
         begin, number = time.monotonic(), 0
-        while sum(sum(k.kills.values()) for k in killers) < args.times and time.monotonic() - begin < args.seconds:
+        while sum(k.kills.total() for k in killers) < args.times and time.monotonic() - begin < args.seconds:
             # Each kind gets as much time as the others, and a first trial.
             killer = min(killers, key=lambda killer: killer.took)
             killer.trial(f"{args.seed} {killer.name} {number}")
             number += 1
-        print(json.dumps(report(args.seed, killers, time.monotonic() - begin), indent=1))
+        report = {
+            "seed": args.seed,
+            "kills": sum(killer.kills.total() for killer in killers),
+            "seconds": round(time.monotonic() - begin, 1),
+            "by_work": {killer.name: dict(killer.kills) for killer in killers},
+            "faults": [fault for killer in killers for fault in killer.faults],
+        }
+        print(json.dumps(report, indent=1))
     return int(any(killer.faults for killer in killers))
-
-
-def report(seed: int, killers: list[Killer], seconds: float) -> dict[str, Any]:
-    kills = {killer.name: dict(killer.kills) for killer in killers}
-    total = sum(killer.kills.total() for killer in killers)
-    undisturbed = {killer.name: round(killer.seconds, 1) for killer in killers}
-    rate = {"kills": total, "a_minute": round(60 * total / seconds, 1), "undisturbed_s": undisturbed}
-    return {"seed": seed, **rate, "by_work": kills, "faults": [fault for killer in killers for fault in killer.faults]}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import tqdm.std as tqdm_module
+from checkpoint_files import GOLDEN
 
 from failfast_jax import generate
 from failfast_jax.util import command_line, progress
@@ -96,12 +97,11 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):
 
 
 def test_quiet_says_nothing_but_the_answer(capsys):
-    argv = ["--token-ids", "1,2,3", "--max-new-tokens", "2", "--method", "vanilla", "--json"]
-    from checkpoint_files import GOLDEN
-
-    assert generate.main([*argv, "--target", str(GOLDEN / "qwen2_target_160"), "--quiet"]) == 0
-    said = capsys.readouterr()
-    assert said.err == "" and said.out.startswith('{"prompt_ids"')
-    assert generate.main([*argv, "--target", str(GOLDEN / "qwen2_target_160"), "--verbose"]) == 0
+    flags = ["--token-ids", "1,2,3", "--max-new-tokens", "2", "--method", "vanilla", "--json"]
+    flags += ["--target", str(GOLDEN / "qwen2_target_160")]
+    assert generate.main([*flags, "--quiet"]) == 0
+    output = capsys.readouterr()
+    assert output.err == "" and output.out.startswith('{"prompt_ids"')
+    assert generate.main([*flags, "--verbose"]) == 0
     assert logging.getLogger("failfast_jax").level == logging.INFO
     assert "vanilla: 2 tokens" in capsys.readouterr().err

@@ -205,7 +205,7 @@ class Service:
         except ClientDisconnect:
             return
         except RequestError as error:  # too late for a status
-            self.metrics.on_stream_error(error.status)
+            self.metrics.stream_errors.labels(error.status).inc()
             yield event(error.body)
             return
         finally:

@@ -7,17 +7,18 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import fastapi
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import HTTPBearer
+from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from failfast_jax import __version__
 from failfast_jax.serving.answer_stream import Service
@@ -26,10 +27,6 @@ from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
 
 logger = logging.getLogger("failfast_jax")
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 ERRORS = {status: {"description": "an error in OpenAI's shape"} for status in (400, 401, 404, 413, 429, 500, 503, 504)}
@@ -44,21 +41,21 @@ class Gate:
 
     Args:
       most_bytes: maximum length of a body.
-      on_status: called with the status of each response.
+      responses: counts each response by its status.
       key: that requests to `/v1` must bring; None: none is needed.
     """
 
-    def __init__(self, app: Callable, most_bytes: int, on_status: Callable[[int], None], key: str | None):
-        self._app, self._most, self._on_status, self._key = app, most_bytes, on_status, key
+    def __init__(self, app: ASGIApp, most_bytes: int, responses: Counter, key: str | None):
+        self._app, self._most, self._responses, self._key = app, most_bytes, responses, key
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, error = False, None
 
         async def counted(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._on_status(message["status"])
+                self._responses.labels(message["status"]).inc()
             await send(message)
 
         try:
@@ -78,7 +75,7 @@ class Gate:
             response = JSONResponse(error.body, status_code=error.status, headers=error.headers)
             await response(scope, receive, counted)
 
-    async def _enter(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = b""
         async for part in fastapi.Request(scope, receive).stream():
             body += part
@@ -116,7 +113,7 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
     service, key = Service(queue, options, model), options.key()
     pages = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = fastapi.FastAPI(title="FailFast for JAX", version=__version__, **pages)
-    app.add_middleware(Gate, most_bytes=options.max_body, on_status=service.metrics.on_status, key=key)
+    app.add_middleware(Gate, most_bytes=options.max_body, responses=service.metrics.responses, key=key)
     if options.cors_origin is not None:
         origins = [origin.strip().rstrip("/") for origin in options.cors_origin.split(",")]
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}

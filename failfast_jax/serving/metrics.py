@@ -42,7 +42,11 @@ class QueueCollector(Collector):
 
 
 class Metrics:
-    """Metrics of a queue, of its answers and of HTTP responses."""
+    """Metrics of a queue, of its answers and of HTTP responses.
+
+    Attributes:
+      responses, stream_errors: counters by status.
+    """
 
     def __init__(self, queue: Queue):
         self._registry = CollectorRegistry(auto_describe=False)
@@ -58,8 +62,8 @@ class Metrics:
         self._waited = histogram("waited", "from a request to the start of its prefill")
         self._first = histogram("first_token", "from a request to its first token")
         self._whole = histogram("request", "from a request to the end of its answer")
-        self._responses = counter("responses", "HTTP responses by status; streams that fail later count as 200")
-        self._stream_errors = counter("stream_errors", "errors in streams by their status")
+        self.responses = counter("responses", "HTTP responses by status; streams that fail later count as 200")
+        self.stream_errors = counter("stream_errors", "errors in streams by their status")
 
     def on_finished(self, answer: Finished) -> None:
         """Records the times of an answer."""
@@ -67,14 +71,6 @@ class Metrics:
         self._whole.observe(answer.total_s)
         if answer.first_s is not None:
             self._first.observe(answer.first_s)
-
-    def on_status(self, status: int) -> None:
-        """Counts a response."""
-        self._responses.labels(str(status)).inc()
-
-    def on_stream_error(self, status: int) -> None:
-        """Counts an error within a stream."""
-        self._stream_errors.labels(str(status)).inc()
 
     def text(self) -> bytes:
         """The page `/metrics`."""

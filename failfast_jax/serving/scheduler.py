@@ -113,7 +113,6 @@ class Scheduler:
     Attributes:
       session: the rows' session.
       single: the session that prefills, with the fewest rows possible.
-      costs: known costs of its rounds, for methods that decide by them.
       counts: totals so far.
     """
 
@@ -135,9 +134,8 @@ class Scheduler:
         self.counts = SchedulerCounts()
         self.single.prepare_any()
         self.session.wait()
-        self.costs = None
         if drafter.shape.uses_costs:
-            self.session, self.costs = runtime.costs.price(self.session)
+            self.session, _ = runtime.costs.price(self.session)
         self._state = self._warmed_up()
 
     def _idle(self) -> Any:

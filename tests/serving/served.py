@@ -24,6 +24,7 @@ from tiny_engines import BytePieces, new_engine
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
+from failfast_jax.serving.server import Server, url_of
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = 160
@@ -39,7 +40,6 @@ serve.load = lambda args: chat_engine(
 options = "--method lookup --max-spec-len 7 --batch 2 --context {CAPACITY} --port 0 --model-name tiny".split()
 raise SystemExit(serve.main([*options, *sys.argv[1:]]))
 """
-FIVE_SECONDS = ServeOptions(grace=5)
 
 
 class ChatPieces(BytePieces):
@@ -80,10 +80,9 @@ def chat_engine(**options: Any) -> FailFast:
 
 @dataclasses.dataclass
 class Served:
-    """A server that runs, its address and its queue."""
+    """A server that runs, and its address."""
 
     url: str
-    queue: Queue
     server: Any
 
     def connect(self) -> socket.socket:
@@ -92,17 +91,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(queue: Queue, options: ServeOptions = FIVE_SECONDS) -> Iterator[Served]:
+def served(queue: Queue, options: ServeOptions) -> Iterator[Served]:
     """A server in a thread, at a free port; it ends as it does at a signal."""
-    from failfast_jax.serving.server import Server, url_of
-
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = Server(queue, options, "tiny")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
             until(lambda: server.started or not thread.is_alive())
-            yield Served(url_of(listening), queue, server)
+            yield Served(url_of(listening), server)
         finally:
             server.should_exit = True
             thread.join()

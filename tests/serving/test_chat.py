@@ -21,27 +21,21 @@ LONG = {"max_new_tokens": 200, "temperature": 1.5}
 
 
 @pytest.fixture(scope="module")
-def open_chat(few_widths):
+def talker(few_widths):
     talker = Chat(chat_engine(), quick(max_new_tokens=20), ChatOptions(context=300, system="brief"))
     yield talker
     talker.queue.close()
 
 
 @pytest.fixture
-def talker(open_chat, monkeypatch):
-    """A conversation that begins anew."""
-    open_chat.reset()
-    open_chat.last = None
-    monkeypatch.setattr(open_chat.queue, "config", open_chat.queue.config)
-    return open_chat
-
-
-@pytest.fixture
 def typed(talker, monkeypatch, capsys):
-    """Types lines; returns the output, and the errors."""
+    """Types lines in a new conversation; returns the output, and the errors."""
+    talker.reset()
+    talker.last = None
+    config = talker.queue.config
 
     def type_lines(*lines: str, **options):
-        talker.queue.config = dataclasses.replace(talker.queue.config, **options)
+        monkeypatch.setattr(talker.queue, "config", dataclasses.replace(config, **options))
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         talk(talker)
         return capsys.readouterr()
@@ -122,9 +116,3 @@ def test_a_conversation_that_is_too_long_is_kept(talker, typed):
     assert "--context; /reset" in err
     full = [line for line in err.splitlines() if line.startswith("error: the prompt has")]
     assert full and all("/reset" in line for line in full)
-
-
-@pytest.mark.parametrize("words", ["--top-k -1", "--method magic"])
-def test_refused_flags_are_named(words, capsys):
-    assert chat.main(words.split()) == 2
-    assert f"{words}: must be" in capsys.readouterr().err

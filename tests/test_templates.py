@@ -45,15 +45,13 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def refusal(tokenizer, monkeypatch):
-    """The error of a template that fails within its time."""
+    """The error of a template."""
     monkeypatch.setattr(template_rendering, "SECONDS", 0.5)
 
     def of(template: object) -> str:
         tokenizer.chat_template = template
-        begin = time.monotonic()
         with pytest.raises(PromptError) as caught:
             render(QUESTION, tokenizer, "the model")
-        assert time.monotonic() - begin < 15  # of a busy machine
         assert str(caught.value).startswith("the model: its chat template ")
         return str(caught.value)
 
@@ -123,8 +121,7 @@ def test_processes_that_die(refusal, tokenizer, monkeypatch):
     assert render(QUESTION, tokenizer, "the model") == "<user>ab"
     monkeypatch.setattr(template_rendering, "SECONDS", 10)
     threading.Timer(0.3, os.kill, (template_rendering.renderer.pid, signal.SIGKILL)).start()
-    begin = time.monotonic()
-    assert "ends the process" in refusal(ENDLESS[0]) and time.monotonic() - begin < 9
+    assert "ends the process" in refusal(ENDLESS[0])
 
 
 def test_ctrl_c_ends_a_rendering(tokenizer, interrupts):

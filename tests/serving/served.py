@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx
 from tiny_engines import BytePieces, new_engine
 
 from failfast_jax import FailFast, GenerationConfig
@@ -51,15 +52,6 @@ class ChatPieces(BytePieces):
         "{{ {'system': '\2', 'user': '\3', 'assistant': '\4'}[m.role] }}{{ m.content }}\5"
         "{% endfor %}\4"
     )
-
-
-class HarnessPieces(ChatPieces):
-    """Letters are tokens of their own; special ones may be asked for."""
-
-    bos_token, bos_token_id = None, 2
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [2] * add_special_tokens + super().__call__(text)["input_ids"]}
 
 
 class NoQueue(Queue):
@@ -138,6 +130,12 @@ def address_of(server: subprocess.Popen) -> str:
         if match := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
             return match[1]
     raise AssertionError("".join(lines))
+
+
+def values_of(url: str) -> dict[str, float]:
+    """A server's metrics."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
 def quick(**changes) -> GenerationConfig:

@@ -15,8 +15,7 @@ from checkpoint_files import GOLDEN
 from lm_eval import evaluator
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
-from served import HarnessPieces
-from tiny_engines import new_engine
+from served import ChatPieces, chat_engine
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
@@ -188,8 +187,7 @@ def test_long_texts_are_scored_in_windows():
 
 @pytest.fixture(scope="module")
 def model(few_widths):
-    engine = new_engine(tokenizer=HarnessPieces(), drafter_tokenizer=HarnessPieces())
-    model = FailFastLM(engine=engine, method="lookup", batch=3, context=96, max_gen_toks=12, max_spec_len=7)
+    model = FailFastLM(engine=chat_engine(), method="lookup", batch=3, context=96, max_gen_toks=12, max_spec_len=7)
     yield model
     model.queue.close()
 
@@ -204,7 +202,7 @@ def test_the_package_announces_its_model(model):
 @pytest.mark.long
 def test_scores_are_those_of_transformers():
     """From the logits and the greedy tokens that it computed with the same weights, in batches of two widths."""
-    engine = FailFast.load(GOLDEN / "llama_tied", tokenizer=HarnessPieces())
+    engine = FailFast.load(GOLDEN / "llama_tied", tokenizer=ChatPieces())
     model = FailFastLM(engine=engine, method="vanilla", batch=2, context=96)
     with np.load(GOLDEN / "llama_tied" / "golden.npz") as data:
         golden = dict(data)

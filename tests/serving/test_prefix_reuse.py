@@ -44,8 +44,7 @@ def test_the_same_text_and_the_same_drafts(kind):
     drafter = work.build_drafter(work.resolve(**options))
     session = work.runtime.session(drafter, batch=1, capacity=CAPACITY)
     first = session.advance(session.prefill([Request(PROMPT, 20)]))
-    answer = session.read(first).ids[0]
-    text = (*PROMPT, *answer[:15])
+    text = (*PROMPT, *session.read(first).ids[0][:15])
     request = Request((*text, 6, 2, 2, 6, 3), 24)
     begin = session.shared(session.take(first, 0), len(text), len(request.prompt))
     assert len(text) - 24 <= begin < len(text)

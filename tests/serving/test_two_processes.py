@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import concurrent.futures
-import re
 import signal
 import socket
 
 import httpx
 import pytest
-from served import CAPACITY, SERVER, address_of, chat_engine, quick, start, until
+from served import CAPACITY, SERVER, address_of, chat_engine, quick, served, start, until, values_of
 
 from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.serve_options import ServeOptions
 
 pytestmark = pytest.mark.long
 
 PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9], [6, 7] * 21]
 
 
-@pytest.fixture(
-    params=["--tensor-parallel", pytest.param("--data-parallel", marks=pytest.mark.long(rare=True))],
-    ids=["layers", "rows"],
-)
-def processes(request):
-    """Two processes of a server, whose devices share the layers, or the rows."""
+@pytest.fixture
+def processes():
+    """Two processes of a server, whose devices share the layers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
-    both = [start(SERVER, request.param, "2", "--distributed", f"{where},2,{index}") for index in range(2)]
+    both = [start(SERVER, "--tensor-parallel", "2", "--distributed", f"{where},2,{index}") for index in range(2)]
     yield both
     for process in both:
         process.kill()
         process.communicate()
 
 
-def value_of(metrics: str, name: str) -> float:
-    return float(re.search(rf"^{name} (\S+)$", metrics, re.M)[1])
+def texts(url: str, request: dict) -> list[str]:
+    answer = httpx.post(f"{url}/v1/completions", json=request, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [choice["text"] for choice in answer.json()["choices"]]
 
 
 def requests_and_answers() -> tuple[list[dict], list[list[str]]]:
@@ -45,48 +44,35 @@ def requests_and_answers() -> tuple[list[dict], list[list[str]]]:
         for seed, prompt in enumerate(PROMPTS)
     ]
     requests[3]["n"] = 2
-    with Queue(chat_engine(), quick(), batch=2, capacity=CAPACITY) as queue:
-
-        def answered(request: dict) -> list[str]:
-            options = {name: request[name] for name in ("ignore_eos", "seed", "temperature")}
-            options |= {"max_new_tokens": request["max_tokens"], "stop": request.get("stop", ())}
-            answers = [queue.submit(request["prompt"], sequence=i, **options) for i in range(request.get("n", 1))]
-            return [answer.result().text for answer in answers]
-
+    with Queue(chat_engine(), quick(), batch=2, capacity=CAPACITY) as queue, served(queue, ServeOptions()) as site:
         for number in (2, 4):
-            requests[number]["stop"] = [answered(requests[number])[0][6:8]]
-        return requests, [answered(request) for request in requests]
+            requests[number]["stop"] = texts(site.url, requests[number])[0][6:8]
+        return requests, [texts(site.url, request) for request in requests]
 
 
 def test_two_processes_serve_as_one(processes):
     requests, alone = requests_and_answers()
     first, second = processes
-    with httpx.Client(base_url=address_of(first), timeout=60) as site:
-
-        def texts(request: dict) -> list[str]:
-            answer = site.post("/v1/completions", json=request)
-            assert answer.status_code == 200, answer.text
-            return [choice["text"] for choice in answer.json()["choices"]]
-
-        assert texts(requests[0]) == alone[0]
-        compiled = value_of(site.get("/metrics").text, "failfast_compilations_total")
-        with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
-            assert list(pool.map(texts, requests)) == alone
-        # Who leaves frees the row everywhere: else the next answer never came, or was another one.
-        long = {"prompt": [8, 9], "max_tokens": 150, "ignore_eos": True, "stream": True}
-        for _ in range(3):
-            with site.stream("POST", "/v1/completions", json=long) as stream:
-                next(stream.iter_lines())
-        until(lambda: value_of(site.get("/metrics").text, "failfast_rows_busy") == 0)
-        assert texts(requests[3]) == alone[3]
-        assert value_of(site.get("/metrics").text, "failfast_compilations_total") == compiled
-        # At a signal to both, a running answer is finished, with what the other process computes of it.
-        with site.stream("POST", "/v1/completions", json=long) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            for process in (second, first):
-                process.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+    url = address_of(first)
+    assert texts(url, requests[0]) == alone[0]
+    compiled = values_of(url)["failfast_compilations_total"]
+    with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+        assert list(pool.map(lambda request: texts(url, request), requests)) == alone
+    # Who leaves frees the row everywhere: else the next answer never came, or was another one.
+    long = {"prompt": [8, 9], "max_tokens": 150, "ignore_eos": True, "stream": True}
+    for _ in range(3):
+        with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=60) as stream:
+            next(stream.iter_lines())
+    until(lambda: values_of(url)["failfast_rows_busy"] == 0)
+    assert texts(url, requests[3]) == alone[3]
+    assert values_of(url)["failfast_compilations_total"] == compiled
+    # At a signal to both, a running answer is finished, with what the other process computes of it.
+    with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        for process in (second, first):
+            process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
     errors = first.stderr.read()
     assert first.wait(40) == 0, errors
     assert errors.splitlines()[-1] == "ended" and "Traceback" not in errors

@@ -129,8 +129,8 @@ class FailFastLM(TemplateLM):
         batch = batch or options.pop("batch_size", None) or 1
         if not str(batch).isdigit():
             raise OptionError(f"--batch_size {batch}: must be a number")
-        for name in options.keys() - LOADING - REQUEST - OF_HARNESS:
-            known = {"target", "drafter", "batch", "context", "max_gen_toks", *LOADING, *REQUEST}
+        known = {"target", "drafter", "batch", "context", "max_gen_toks", *LOADING, *REQUEST}
+        for name in options.keys() - known - OF_HARNESS:
             raise OptionError(f"--model_args {name}=...: no such argument{did_you_mean(name, known)}")
         loading = LoadOptions(**{name: options[name] for name in LOADING & options.keys()})
         refuse_diffusion(loading.method)
@@ -203,7 +203,7 @@ class FailFastLM(TemplateLM):
             raise OptionError(f"a text of {longest} tokens is to be scored: at most {self.max_length} (context=n)")
         if cut := sum(len(context) + len(text) > self.max_length + 1 for context, text in pairs):
             note(f"harness: contexts that lost their beginnings: {cut} (context={self.max_length} in --model_args)")
-        results: dict[int, tuple[float, bool]] = {}
+        results = [(0.0, True)] * len(pairs)
         # Texts of similar length share a batch; the longest come first, so that memory runs out at once or never.
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
         for start in range(0, len(order), self.batch):
@@ -222,7 +222,7 @@ class FailFastLM(TemplateLM):
                 last = len(texts[row]) - 1
                 span = slice(last - len(pairs[index][1]), last)
                 results[index] = float(logprobs[row, span].sum(dtype=np.float64)), bool(best[row, span].all())
-        return [results[index] for index in range(len(pairs))]
+        return results
 
     def _scores(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         args = (self.engine.target, ids[:, :-1], ids[:, 1:])
@@ -239,15 +239,13 @@ class FailFastLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of the context if they are longer."""
-        pairs, owners = [], []
-        for owner, request in enumerate(requests):
+        texts = []
+        for request in requests:
             ids = self.tok_encode(request.args[0])
             windows = lm_eval.utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            pairs += map(lm_eval.utils.make_disjoint_window, windows)
-            owners += [owner] * (len(pairs) - len(owners))
-        totals = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self.score(pairs)):
-            totals[owner] += logprob
+            texts.append([lm_eval.utils.make_disjoint_window(window) for window in windows])
+        results = iter(self.score([pair for pairs in texts for pair in pairs]))
+        totals = [sum((next(results)[0] for _ in pairs), 0.0) for pairs in texts]
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

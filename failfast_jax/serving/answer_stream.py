@@ -39,17 +39,14 @@ def refusal(error: Exception) -> RequestError:
 
 
 class AnswerStream:
-    """The answers to one HTTP request.
-
-    Args:
-      timeout: seconds from the construction to the end of the last answer.
+    """The answers to one HTTP request, within the service's `timeout` from the construction on.
 
     Attributes:
       finished: whole answers, by choice.
     """
 
-    def __init__(self, queue: Queue, metrics: Metrics, request: Request, timeout: float):
-        self._queue, self._metrics, self._request = queue, metrics, request
+    def __init__(self, service: Service, request: Request):
+        self._service, self._request, timeout = service, request, service.options.timeout
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
         """Pieces by choice, or the reason why there will be no more."""
@@ -75,7 +72,7 @@ class AnswerStream:
         try:
             for index, options in enumerate(submissions):
                 on_piece = functools.partial(self._on_piece, index)
-                self._answers.append(self._queue.submit(on_piece=on_piece, **options))
+                self._answers.append(self._service.queue.submit(on_piece=on_piece, **options))
         except (OptionError, PromptError, QueueFull, QueueClosed) as error:
             raise refusal(error) from None
         finally:
@@ -103,7 +100,7 @@ class AnswerStream:
                 if piece.error is not None:
                     raise refusal(piece.error)
                 if piece.finished is not None:
-                    self._metrics.on_finished(piece.finished)
+                    self._service.metrics.on_finished(piece.finished)
                     self.finished[index] = piece.finished
                 yield index, piece
         finally:
@@ -174,7 +171,7 @@ class Service:
         """The answer to a request, whole or as a stream."""
         self.check_model(request.model)
         reply = Reply(self.model, request, self._spelling)
-        answers = AnswerStream(self.queue, self.metrics, http, self.options.timeout)
+        answers = AnswerStream(self, http)
         try:
             await asyncio.to_thread(lambda: answers.submit(self._submissions(request)))
         except BaseException:

@@ -13,7 +13,6 @@ import fastapi
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import HTTPBearer
-from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -40,13 +39,13 @@ class Gate:
     is cancelled because the server ends with a 503.
 
     Args:
-      most_bytes: maximum length of a body.
-      responses: counts each response by its status.
+      service: its options limit the length of a body, and its metrics count responses.
       key: that requests to `/v1` must bring; None: none is needed.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: int, responses: Counter, key: str | None):
-        self._app, self._most, self._responses, self._key = app, most_bytes, responses, key
+    def __init__(self, app: ASGIApp, service: Service, key: str | None):
+        self._app, self._most, self._key = app, service.options.max_body, key
+        self._responses = service.metrics.responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, error = False, None
@@ -113,7 +112,7 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
     service, key = Service(queue, options, model), options.key()
     pages = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = fastapi.FastAPI(title="FailFast for JAX", version=__version__, **pages)
-    app.add_middleware(Gate, most_bytes=options.max_body, responses=service.metrics.responses, key=key)
+    app.add_middleware(Gate, service=service, key=key)
     if options.cors_origin is not None:
         origins = [origin.strip().rstrip("/") for origin in options.cors_origin.split(",")]
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}

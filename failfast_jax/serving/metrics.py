@@ -15,14 +15,32 @@ from failfast_jax.serving.queue import Queue
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 
 
-class QueueCollector(Collector):
-    """Counters and gauges, read from the queue on each request for metrics."""
+class Metrics(Collector):
+    """Metrics of a queue, of its answers and of HTTP responses.
+
+    Attributes:
+      responses, stream_errors: counters by status.
+    """
 
     def __init__(self, queue: Queue):
-        self._queue = queue
+        self._queue, self._registry = queue, CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory and time of the process, on Linux
+
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(f"failfast_{name}_seconds", help, buckets=SECONDS, registry=self._registry)
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"failfast_{name}", help, ("status",), registry=self._registry)
+
+        self._waited = histogram("waited", "from a request to the start of its prefill")
+        self._first = histogram("first_token", "from a request to its first token")
+        self._whole = histogram("request", "from a request to the end of its answer")
+        self.responses = counter("responses", "HTTP responses by status; streams that fail later count as 200")
+        self.stream_errors = counter("stream_errors", "errors in streams by their status")
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the present values."""
+        """Yields the queue's counters and gauges, with their present values."""
         counts, scheduler = self._queue.scheduler.counts, self._queue.scheduler
         for field in dataclasses.fields(counts):
             if help := field.metadata.get("help"):
@@ -39,31 +57,6 @@ class QueueCollector(Collector):
             ("rows_busy", "rows that decode", scheduler.busy),
         ):
             yield GaugeMetricFamily(f"failfast_{name}", help, value=value)
-
-
-class Metrics:
-    """Metrics of a queue, of its answers and of HTTP responses.
-
-    Attributes:
-      responses, stream_errors: counters by status.
-    """
-
-    def __init__(self, queue: Queue):
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(QueueCollector(queue))
-        ProcessCollector(registry=self._registry)  # memory and time of the process, on Linux
-
-        def histogram(name: str, help: str) -> Histogram:
-            return Histogram(f"failfast_{name}_seconds", help, buckets=SECONDS, registry=self._registry)
-
-        def counter(name: str, help: str) -> Counter:
-            return Counter(f"failfast_{name}", help, ("status",), registry=self._registry)
-
-        self._waited = histogram("waited", "from a request to the start of its prefill")
-        self._first = histogram("first_token", "from a request to its first token")
-        self._whole = histogram("request", "from a request to the end of its answer")
-        self.responses = counter("responses", "HTTP responses by status; streams that fail later count as 200")
-        self.stream_errors = counter("stream_errors", "errors in streams by their status")
 
     def on_finished(self, answer: Finished) -> None:
         """Records the times of an answer."""

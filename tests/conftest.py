@@ -43,6 +43,7 @@ from failfast_jax import load_model
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
 from failfast_jax.policy import cost_book
 from failfast_jax.policy.expected_tokens import Costs
+from failfast_jax.runtime.model_runtime import DraftSession
 from failfast_jax.util import progress
 from failfast_jax.util.compile_cache import enable_compile_cache
 
@@ -80,14 +81,14 @@ def golden_model():
 def same_costs_everywhere():
     """Costs of rounds are constants, except in tests of their measurement."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_book, "measure", lambda session: cheap_rows(session.plan.widths))
+        patch.setattr(cost_book, "measure", cheap_rows)
         patch.setattr(cost_book.CostBook, "path", staticmethod(lambda: None))
         yield
 
 
-def cheap_rows(widths: tuple[int, ...]) -> Costs:
-    """Returns costs of which each row adds a hundredth of a step."""
-    rows = np.asarray(widths, np.float32)
+def cheap_rows(session: DraftSession) -> Costs:
+    """Costs of which each row adds a hundredth of a step."""
+    rows = np.asarray(session.plan.widths, np.float32)
     return Costs(1 + rows / 100, np.float32(0.1), np.int32(0), np.int32(0))
 
 

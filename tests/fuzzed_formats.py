@@ -147,15 +147,8 @@ class Formats:
         way = rng.random()
         if way < 0.15:
             header[rng.choice([*TEXTS, "model.layers.9.x", "__metadata__"])] = rng.choice([odd(rng), header[name]])
-        elif way < 0.2:
-            header = odd(rng)
-        elif way < 0.6 and isinstance(header[name], dict) and "shape" in header[name]:
-            length = rng.choice([0, 1, 2, 5, 17, 100_000])
-            shape = [rng.choice([0, 1, 2**31, 2**62, 2**63, 10**300]) for _ in range(length)]
-            offsets = rng.choice([[0, 4], [4, 0], [-4, 4], [0, 2**63], [0, 10**300], [0], [], [0, 4, 8], ["0", 4]])
-            dtype = rng.choice(["F32", "BF16", "I64", "F8_E4M3", "", "\x1b[2J", 7, None, ["F32"], "q" * 10**5])
-            field, value = rng.choice([("shape", shape), ("data_offsets", offsets), ("dtype", dtype)])
-            header[name] = header[name] | {field: value}
+        elif way < 0.6:
+            header[name] = restructured(rng, header[name])
         else:
             header = restructured(rng, header)
         text = mangled(rng, digits(json.dumps(header), rng).encode(), 0.3)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from checkpoint_files import hf_folder, write_gguf
-from fuzzed_commands import main_of
+from fuzzed_commands import status_and_errors
 from fuzzed_inputs import write_tokenizer
 
 from failfast_jax import chat, generate
@@ -44,11 +44,11 @@ def evil(tmp_path, monkeypatch):
         folder = hf_folder(tmp_path / "model", "qwen2_untied")
         write_tokenizer(folder)
         asks = {"auto_map": {name: "evil.Evil" for name in AUTO}, "tokenizer_class": tokenizer_class}
-        asks |= {"processor_class": "Evil", "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "evil.Evil"}}}
+        asks |= {"processor_class": "Evil", "trust_remote_code": True}
         for name in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
             before = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
             (folder / name).write_text(json.dumps(before | asks))
-        for name in ("evil", "tokenizer", "modeling", "configuration", "sitecustomize", "jinja2", "transformers"):
+        for name in ("evil", "tokenizer", "sitecustomize", "jinja2", "transformers"):
             (folder / f"{name}.py").write_text(CODE.format(marker=str(marker)))
         if not with_json:
             (folder / "tokenizer.json").unlink()
@@ -59,26 +59,24 @@ def evil(tmp_path, monkeypatch):
 
 
 COMMANDS = (
-    ("failfast_jax.generate", "--target {model} --prompt a --method vanilla"),
-    ("failfast_jax.chat", "--target {model} --method vanilla"),
-    ("failfast_jax.serve", "--target {model} --port 0 --method vanilla"),
-    ("failfast_jax.bench", "run --target {model} --dataset {data}/prompts.jsonl --methods lookup --out {data}/out"),
-    ("failfast_jax.train", "run --target {model} --data {data}/prompts.jsonl --out {data}/out"),
-    ("failfast_jax.train", "selfgen --target {model} --out {data}/out"),
-    ("failfast_jax.train", "spiffy --target {model} --data {data}/prompts.jsonl"),
+    "failfast_jax.generate --target {model} --prompt a --method vanilla",
+    "failfast_jax.chat --target {model} --method vanilla",
+    "failfast_jax.serve --target {model} --port 0 --method vanilla",
+    "failfast_jax.bench run --target {model} --dataset {data}/prompts.jsonl --methods lookup --out {data}/out",
+    "failfast_jax.train run --target {model} --data {data}/prompts.jsonl --out {data}/out",
+    "failfast_jax.train selfgen --target {model} --out {data}/out",
+    "failfast_jax.train spiffy --target {model} --data {data}/prompts.jsonl",
 )
 
 
-@pytest.mark.parametrize("module, words", COMMANDS)
-def test_no_command_runs_a_folders_code(module, words, evil, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("words", COMMANDS)
+def test_no_command_runs_a_folders_code(words, evil, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = evil("AutoProcessor", with_json=False)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": turns, "prompt": "a"}) + "\n")
-    status = main_of(module)(words.format(model=model, data=tmp_path).split())
-    shown = capsys.readouterr()
-    assert "tokenizer_class 'AutoProcessor' is not read" in shown.out + shown.err, shown
-    assert status == 2
+    status, errors = status_and_errors(*words.format(model=model, data=tmp_path).split())
+    assert status == 2 and "tokenizer_class 'AutoProcessor' is not read" in errors
 
 
 @pytest.mark.parametrize("name", ["AutoProcessor", "evil.Evil", "AutoTokenizer", "Evil", ["x"], {}, 7, "", "os"])
@@ -136,11 +134,8 @@ def test_names_do_not_control_the_terminal(kind, tmp_path, capsys):
 
 def test_standard_input_is_bounded(monkeypatch, capsys):
     class Endless(io.StringIO):
-        read_so_far = 0
-
         def read(self, size: int = -1) -> str:
-            assert size > 0, "read without a bound"
-            self.read_so_far += size
+            assert 0 < size < 2**25, "read without a bound"
             return "y\n" * (size // 2 + 1)
 
         readline = read
@@ -150,7 +145,6 @@ def test_standard_input_is_bounded(monkeypatch, capsys):
     assert "error: stdin: more than 16777216 characters" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="stdin: more than 16777216 characters"):
         chat.talk(mock.Mock(spec=chat.Chat))
-    assert sys.stdin.read_so_far < 2**26
     with pytest.raises(ConfigError, match="stdin: not UTF-8"):
         read_stream(io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"), "stdin", 10)
 
@@ -161,10 +155,8 @@ def test_panics_of_the_tokenizer_are_errors(tmp_path, monkeypatch):
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
     raw["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    tokenizer = load_tokenizer(tmp_path)
-    for text in ("a" * 40 + "b", ("a" * 40 + "b") * 10):
-        with pytest.raises(PromptError, match=rf"{tmp_path}: its tokenizer cannot take this text \(Onig"):
-            encode(text, tokenizer, 300, "m", template=False)
+    with pytest.raises(PromptError, match=rf"{tmp_path}: its tokenizer cannot take this text \(Onig"):
+        encode(("a" * 40 + "b") * 10, load_tokenizer(tmp_path), 300, "m", template=False)
     raw["pre_tokenizer"]["pattern"]["Regex"] = "(a|aa|x)+$"
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     tokenizer = load_tokenizer(tmp_path)

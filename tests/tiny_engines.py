@@ -10,7 +10,6 @@ from tiny_models import VOCAB, diffusion_config, random_extended, random_model, 
 
 from failfast_jax import FailFast
 from failfast_jax.engine import Result
-from failfast_jax.models.transformer import Decoder
 
 ROWS = 5
 DRAFT_IDS = np.arange(0, VOCAB, 2, dtype=np.int32)
@@ -33,17 +32,11 @@ def diffusion_engine() -> FailFast:
 
 
 @functools.cache
-def deep_target() -> Decoder:
-    return random_model(tiny_config(num_layers=3))
-
-
-@functools.cache
 def extended_engine() -> FailFast:
     """Its drafter knows every second token."""
+    target = random_model(tiny_config(num_layers=3))
     layers = {"context_layers": (1, 2), "row_features": (0, 2)}
-    return FailFast.load(
-        deep_target(), random_extended(deep_target(), rows=ROWS, seed=1, draft_ids=DRAFT_IDS, **layers)
-    )
+    return FailFast.load(target, random_extended(target, rows=ROWS, seed=1, draft_ids=DRAFT_IDS, **layers))
 
 
 @functools.cache

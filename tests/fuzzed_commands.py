@@ -30,7 +30,7 @@ FILES = ("absent.json", "prompts.jsonl", "prompt.txt", "whole.gguf", "model", "r
 NAMES = ("lookup", "failfast", "dllm", "eagle3", "humaneval", "gsm8k", "7", "1,2", "vanilla,lookup", *FILES)
 """Values that some flag takes."""
 CONTENTS = (b"", b" \n", b"a", b"\xff", "\ufeff\u00e9".encode(), b"\0", b"\xed\xa0\xbd", b"\xc3")
-"""Of `prompt.txt`."""
+"""Contents of `prompt.txt`."""
 IDS = ("1,2,3", "1,2,3", "1,,2", ",", "1 2", "1.0", "-1", "9" * 5000, "\u0663", "0x1", "1,\ud83d")
 
 PROGRAMS = ("failfast_jax.generate", "failfast_jax.serve", "failfast_jax.chat", "failfast_jax.doctor")

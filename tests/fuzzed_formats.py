@@ -147,18 +147,19 @@ class Formats:
         way = rng.random()
         if way < 0.15:
             header[rng.choice([*TEXTS, "model.layers.9.x", "__metadata__"])] = rng.choice([odd(rng), header[name]])
-        elif way < 0.6:
+        elif way < 0.5:
             header[name] = restructured(rng, header[name])
-        else:
+        elif way < 0.8:
             header = restructured(rng, header)
-        text = mangled(rng, digits(json.dumps(header), rng).encode(), 0.3)
+        text = mangled(rng, digits(json.dumps(header), rng).encode(), 0.2 if way < 0.8 else 1.0)
         length = rng.choice([len(text)] * 30 + [0, 1, 2**31, 2**63, 2**64 - 1, len(text) - 1, len(text) + 10**6])
         self.file.write_bytes(length.to_bytes(8, "little") + text + self.data)
         opened(self.folder)
 
     def gguf_file(self, rng: random.Random) -> None:
         """Metadata and tensors of a GGUF file."""
-        changed = restructured(rng, self.metadata | {"tensors": self.tensors})
+        whole = self.metadata | {"tensors": self.tensors}
+        changed = restructured(rng, whole) if rng.random() < 0.8 else whole
         metadata = changed if isinstance(changed, dict) else self.metadata
         tensors = metadata.pop("tensors", self.tensors)
         header = gguf_header(metadata, tensors if isinstance(tensors, list) else [])

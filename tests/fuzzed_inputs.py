@@ -194,15 +194,14 @@ class SmallFiles:
 
     def config(self, rng: random.Random) -> None:
         """A YAML file of `bench run --config`, up to where models would be read."""
-        prompts, odd = str(self.folder / "prompts.jsonl"), rng.random()
+        prompts = str(self.folder / "prompts.jsonl")
         row = {"method": "failfast", "label": "row", "options": {"tau": {"7B": 0.3, "other": 0.4}, "spec_len": 5}}
         row = rng.choice([row, {"method": "ar", "sweep": {"spec_len": "3:5"}}, "lookup", "failfast:tau=0.3"])
         files = rng.choice([prompts, {"name": "gsm8k", "data": str(self.rows), "template": "{problem}", "limit": 1}])
         whole = {"limit": 1, "max_new_tokens": 8, "repeats": 1, "near_tie": 0.001, "exact": False, "scores": False}
         whole |= {"options": {"temperature": 0.0}, "sweep": ["lookup:max_spec_len=3|7"], "figures": False}
-        whole["dataset"] = [restructured(rng, files) if odd < 0.3 else files]
-        whole["methods"] = [restructured(rng, row) if 0.3 < odd < 0.6 else row]
-        path = self.written(rng, "config.yaml", yaml.safe_dump(restructured(rng, whole) if odd > 0.6 else whole))
+        whole |= {"dataset": [files], "methods": [row]}
+        path = self.written(rng, "config.yaml", yaml.safe_dump(restructured(rng, whole)))
         parser = argparse.ArgumentParser()
         run_command.add_arguments(parser)
         words = ["--config", str(path), "--out", str(self.folder / "out")]

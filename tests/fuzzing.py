@@ -1,7 +1,7 @@
 """Damaged checkpoints and files, odd prompts and command lines, from a seed: each is served, or refused in words.
 
-As a command it goes on for a given time, and prints a report: `python tests/fuzzing.py --seconds 600`.
-With `--case NAME` it tries that case alone, with `--number n` that one input, to see what was found again. Hundreds of
+As a command it goes on for some time, and prints a report: `python tests/fuzzing.py --seconds 600`.
+With `--case NAME` it tries that case alone, with `--number n` that one input, to see a fault again. Hundreds of
 inputs are also tried in a process whose memory is bounded: `--gigabytes 4`.
 """
 

@@ -94,7 +94,7 @@ class StubEngine(FailFast):
 
 
 class StubEnginePool(EnginePool):
-    """An `EnginePool` around one stub, with the drafters that were named taken as given."""
+    """An `EnginePool` around one stub, with the drafters that were named taken to exist."""
 
     def __init__(self, engine: StubEngine, **sources):
         self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}

@@ -12,6 +12,7 @@ import sys
 import tomllib
 import types
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -189,13 +190,11 @@ def test_broken_parts_and_their_remedies(quick_checks, capsys, monkeypatch, tmp_
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FAILFAST_COMPILE_CACHE", str(tmp_path / "file"))
 
-    def missing():
-        raise CheckpointError("the default target model is not installed")
-
     def broken():
         raise RuntimeError("boom\nand more")
 
-    monkeypatch.setattr(hub, "default_target_path", missing)
+    missing = CheckpointError("the default target model is not installed")
+    monkeypatch.setattr(hub, "default_target_path", mock.Mock(side_effect=missing))
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: ["numpy>=99", "no-such-package"])
     monkeypatch.setattr(doctor, "CHECKS", (broken, *doctor.CHECKS))
     assert doctor.main([]) == 1

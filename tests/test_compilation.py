@@ -76,19 +76,13 @@ def test_equal_programs_have_equal_keys():
     assert len({key_of(small_model()), *keys}) == len(keys) + 1
 
 
-@pytest.mark.parametrize(
-    "function, other",
-    [
-        (functools.partial(times, factor=2), functools.partial(times, factor=3)),
-        (functools.partial(times, factor=1), functools.partial(times, factor=True)),
-        (functools.partial(times, factor=Scale), functools.partial(times, factor=times)),
-        (Scale(2.0), Scale(3.0)),
-        (identity, times),
-    ],
-)
-def test_bound_values_are_part_of_the_key(function, other):
-    assert key_of(np.float32(0), function=function) != key_of(np.float32(0), function=other)
-    assert key_of(np.float32(0), function=function) == key_of(np.float32(0), function=function)
+def test_bound_values_are_part_of_the_key():
+    bound = functools.partial(functools.partial, times)
+    functions = [bound(factor=2), bound(factor=3), bound(factor=1), bound(factor=True), bound(factor=Scale)]
+    functions += [bound(factor=times), Scale(2.0), Scale(3.0), identity, times]
+    keys = [key_of(np.float32(0), function=function) for function in functions]
+    assert len(set(keys)) == len(keys)
+    assert key_of(np.float32(0), function=bound(factor=2)) == keys[0]
 
 
 def test_a_function_that_may_depend_on_more_is_refused():
@@ -188,11 +182,11 @@ def test_a_home_that_cannot_be_written_is_a_warning(home, tmp_path, cache_settin
     assert not list(tmp_path.iterdir())
 
 
-# What the compiler of a chip is told.
+# Options of the compiler.
 
 
 def test_programs_are_compiled_with_the_options_of_their_device(monkeypatch, caplog):
-    """Those that the compiler lacks are left out, and logged once."""
+    """Options that the compiler lacks are left out, and logged once."""
 
     def options(**changes):
         chip = dataclasses.replace(hardware.CHIPS["TPU7x"], compiler_options=changes)

@@ -354,9 +354,7 @@ def test_engines_without_models_or_room():
 
 # Memory.
 
-EXHAUSTED = jax.errors.JaxRuntimeError(
-    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.1G of 15.75G."
-)
+EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 20.1G of 15.75G.")
 
 
 def test_a_program_that_does_not_fit_is_explained(monkeypatch):

@@ -53,7 +53,6 @@ def formats(tmp_path_factory):
         ({"num_hidden_layers": 4096, "layer_types": None}, "the configuration names 4096 layers, and 3 are there"),
         ({"num_hidden_layers": HUGE}, "key 'num_hidden_layers' must be an integer from 1 to 4096, got 1000"),
         ({"rms_norm_eps": "1e-5"}, "key 'rms_norm_eps' must be a number from 1e-30 to 1, got '1e-5'"),
-        ({"eos_token_id": [1, "2"]}, "key 'eos_token_id' must be a token id"),
         ({"tie_word_embeddings": "false"}, "key 'tie_word_embeddings' must be true or false, got 'false'"),
         ({"hidden_size": [64]}, r"key 'hidden_size' must be an integer from 1 to 1048576, got \[64\]"),
         ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_scaling: key 'rope_type' must be a text"),
@@ -126,9 +125,7 @@ def write_header(file: Path, header: str, data: bytes = b"", length: int | None 
 @pytest.mark.parametrize(
     "entry",
     [
-        {"shape": [1] * 10**6 + [64]},
         {"shape": [10**300] * 16},
-        {"data_offsets": [256, 0]},
         {"data_offsets": [-4, 252]},
         {"dtype": "I32"},
         {"dtype": "\x1b[2J" * 10**5},

@@ -244,7 +244,7 @@ def undescribed(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
 
 
 def test_exported_names_describe_their_parameters():
-    """Those of `failfast_jax` and `failfast_jax.decoding`, their documented methods, and what they return."""
+    """In `failfast_jax` and `failfast_jax.decoding`, with their documented methods, and with the results of calls."""
     exported = [getattr(module, name) for module in (failfast_jax, decoding) for name in module.__all__]
     exported = [each for each in exported if not isinstance(each, str)]
     assert len(exported) > 25

@@ -157,7 +157,7 @@ def attention_by_hand(q, k, v, start, block_size: int, until=0, back: int | None
 
 
 def sampling(batch: int, temperature=1.0, top_k=0, top_p=1.0, seed=0, sequence=None) -> Sampling:
-    """What rows are sampled with; a single value is every row's."""
+    """Sampling options of rows; a single value is every row's."""
     sequence = jnp.arange(batch) if sequence is None else sequence
     return Sampling(
         temperature=jnp.full(batch, temperature, jnp.float32),
@@ -210,7 +210,7 @@ def fond_eagle(target: Decoder, token: int, *, seed: int = 0, **changes: Any) ->
 
 
 def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, limits, **options) -> DecodeState:
-    """A state behind its prompts, greedy and without stop tokens unless `options` of `init_state` say otherwise."""
+    """A state after its prompts, greedy and without stop tokens unless `options` of `init_state` say otherwise."""
     batch, width = tokens.shape
     eos, sampling = options.pop("eos", decoding.stop_tokens((), batch)), options.pop("sampling", None)
     prompts = decoding.Prompts(tokens, lengths, eos, sampling or decoding.greedy_sampling(batch))
@@ -221,7 +221,7 @@ def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, li
 def committed(
     texts: list[list[int]], width: int, room: int | np.ndarray, *, prompts: list[int] | None = None, **changes: Any
 ) -> Committed:
-    """What a drafter sees of texts, in a buffer of `width` tokens; behind a text its own tokens come again."""
+    """A drafter's view of texts, in a buffer of `width` tokens; after a text its tokens come again."""
     length = np.asarray([len(text) for text in texts], np.int32)
     view = Committed(
         tokens=jnp.asarray(np.stack([np.resize(text, width) for text in texts]), jnp.int32),
@@ -235,7 +235,7 @@ def committed(
 
 
 def outcome(before: Committed, after: Committed, draft: Draft | None = None, features: Any = None) -> Outcome:
-    """What a drafter is told behind a round that led from one text to another."""
+    """The outcome of a round that led from one text to another, as its drafter sees it."""
     batch = before.length.shape[0]
     draft = Draft.empty(batch, 0) if draft is None else draft
     text = gather_window(after.tokens, before.length, draft.tokens.shape[1])

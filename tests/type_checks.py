@@ -1,4 +1,4 @@
-"""What checks the annotations of `failfast_jax` while the tests run: beartype, told of arrays' shapes by jaxtyping."""
+"""Checks the annotations of `failfast_jax` while the tests run: beartype, with the shapes of arrays by jaxtyping."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ def install(package: str) -> None:
 
 
 CHECK_THEMSELVES = ("Config.__init__", "Options.__init__")
-"""What users fill in: a value of a wrong type is an error that names the flag."""
+"""Filled in by users: a value of a wrong type is an error that names the flag."""
 
 
 def check(function: Callable) -> Callable:
-    """The type checker that `install_import_hook` is given: it sees every function, and every dataclass's `__init__`.
+    """The type checker of every function, and of every dataclass's `__init__` where the package or a test calls it.
 
-    A dataclass is checked where the package or a test makes one. JAX also rebuilds them, with leaves that are no
-    arrays (shardings, `ShapeDtypeStruct`, None) or have other shapes (inside `vmap`): those are not looked at.
+    JAX also rebuilds dataclasses, with leaves that are no arrays or have other shapes: those are not checked.
     """
     if function.__qualname__.endswith(CHECK_THEMSELVES):
         return function
@@ -49,7 +48,7 @@ def check(function: Callable) -> Callable:
 
 
 def is_rebuilt(frame: FrameType | None) -> bool:
-    """Whether the first frame that belongs to neither the checkers nor `dataclasses` is JAX's or Flax's."""
+    """True if the first frame that belongs to neither the checkers nor `dataclasses` is JAX's or Flax's."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(BETWEEN):
         frame = frame.f_back
     return frame is None or frame.f_globals.get("__name__", "").startswith(("jax.", "jax_", "flax."))

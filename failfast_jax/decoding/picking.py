@@ -126,7 +126,7 @@ def _draw(
         return sample(key if stream is None else jax.random.fold_in(key, number))
 
     per_row = jax.vmap(draw, in_axes=(None, None, 0, 0))
-    with numerics.fixed_draws():
+    with jax.threefry_partitionable(True):  # whatever a user has set
         return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions, streams)
 
 

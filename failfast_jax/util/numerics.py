@@ -31,10 +31,5 @@ def defaults() -> Iterator[None]:
 
 
 def random_key(seed: ArrayLike) -> jax.Array:
-    """Returns a key of `GENERATOR`, independent of JAX's settings. Draw from it under `fixed_draws`."""
+    """Returns a key of `GENERATOR`, independent of JAX's settings; draw under `jax.threefry_partitionable(True)`."""
     return jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), jnp.uint32(seed)]), impl=GENERATOR)
-
-
-def fixed_draws() -> contextlib.AbstractContextManager:
-    """Inside, draws from a key are those of JAX's default settings."""
-    return jax.threefry_partitionable(True)

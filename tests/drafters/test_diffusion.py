@@ -110,7 +110,7 @@ def grown_by_hand(drafter: Wide | Autoregressive, text: list[int], room: int) ->
         end = math.ceil((front + step) / drafter.block) * drafter.block if wide else front
         ids = np.full((1, end), MASK)
         ids[0, :front] = [*text, *drafted]
-        logits = np.array(drafter.model.logits(ids)[0, front - drafter.shift :][:step])
+        logits = np.array(drafter.model.logits(ids)[0, front - int(drafter.model.config.token_shift) :][:step])
         if wide:
             logits[:, MASK] = -np.inf
         drafted += logits.argmax(-1).tolist()

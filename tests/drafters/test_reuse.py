@@ -84,8 +84,13 @@ def by_hand(turns: list[tuple[list[int], int]], room: int) -> list[list[int]]:
 
 
 def test_the_papers_example():
-    last, draft = [24, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7]
-    for room, expected in ((40, [*draft, 8, 9, 10]), (8, [*draft, 8]), (7, draft)):
+    last, ending = [24, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7]
+    for draft, room, expected in (
+        (ending, 40, [*ending, 8, 9, 10]),
+        (ending, 8, [*ending, 8]),
+        (ending, 7, ending),
+        ([1, 2, 3, 7], 40, [1, 2, 3, 7]),  # one token is no match
+    ):
         assert played([[(last, 0), (draft, 0)], [([], 0), ([], 0)]], room) == [[last, expected], [[], []]]
 
 

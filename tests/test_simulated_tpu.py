@@ -23,7 +23,6 @@ from tiny_models import (
     fond_dspark,
     fond_eagle,
     fond_of,
-    random_dspark,
     random_extended,
     random_model,
     tiny_config,
@@ -95,9 +94,6 @@ CASES = {
     "specdiff": Case(pair, {"method": "specdiff"}),
     "ar": Case(lambda: (target(), target()), {"method": "ar", "dynamic": True}),
     "dspark": Case(reader(fond_dspark, "dspark", rows=7), {"method": "dspark"}),
-    "dspark, sliding window": Case(
-        reader(random_dspark, rows=7, sliding_windows=(6,), sliding_is_causal=True), {"method": "dspark"}
-    ),
     "dflash": Case(reader(fond_dspark, "dflash", rows=7), {"method": "dflash"}),
     "extended": Case(reader(random_extended), {"method": "failfast"}),
     "eagle, chain": Case(reader(fond_eagle, FAVOURITE), {"method": "eagle3", "spec_len": 3}),
@@ -108,12 +104,10 @@ CASES = {
     "dllm, block cache": Case(lambda: (diffusion(32, fond=1.0),), {**WRITES, "block_cache": True}),
     "dllm, spiffy": Case(lambda: (diffusion(32, fond=1.0),), {**WRITES, "spiffy": 0}),
     "dllm, long prompts": Case(lambda: (diffusion(32, fond=1.0),), WRITES, LONG),
-    "exact lookup": Case(lambda: (target(),), {**LOOKUP, "exact": True}),
     "exact wide": Case(pair, {**PAPER, "exact": True}),
     "bfloat16": Case(lambda: (target(dtype="bfloat16"),), LOOKUP),
     # Windows that fill no hardware tile, or more than a kernel takes at once.
     "blocks of 4": Case(lambda: (sdar(),), WRITES),
-    "blocks of 4 draft": Case(lambda: (target(), sdar()), PAPER),
     "blocks of 10": Case(lambda: (target(), diffusion(10)), PAPER),
     "blocks of 12, long prompts": Case(lambda: (target(), diffusion(12)), PAPER, LONG),
     "blocks of 136": Case(lambda: (diffusion(136, fond=1.0),), WRITES),

@@ -1,4 +1,4 @@
-"""Compiles the round loop for a device that is not there, and prints what the program contains as JSON.
+"""Compiles the round loop for a device that is not there, and checks what the program contains.
 
 Run as a script (for a TPU; `gpu_compile` does the same for a GPU), in a process of its own: `libtpu` reads its settings
 when JAX is first imported.
@@ -213,30 +213,25 @@ def compiled_loop(device, method: str):
     return compiled, shapes[:models], shapes[models]
 
 
-def report(device, method: str) -> dict:
-    """What the compiled loop of `method` contains, with the kernels of the device's platform.
+def check(device, method: str) -> None:
+    """The loop of `method` is one program that leaves host and caches alone, with the kernels of the device's platform.
 
-    `method` may end in `+int8`: target and drafter are quantised.
+    `method` may end in `+int8`: target and drafter are quantised, and no weight is written as floats.
     """
     compiled, models, shapes = compiled_loop(device, method)
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    state, weights = jax.tree.leaves(shapes), jax.tree.leaves(models)
+    assert len(re.findall(r"^ENTRY ", text, re.MULTILINE)) == 1 and " while(" in text
+    assert hlo.host_transfers(text) == []
+    assert memory.host_temp_size_in_bytes == memory.host_argument_size_in_bytes == 0
     kept = shapes.cache if method in DLLM else shapes.target
     cache = "bf16[{}]".format(",".join(map(str, kept.k[0].shape)))
-    return {
-        "device": device.device_kind,
-        "entries": len(re.findall(r"^ENTRY ", text, re.MULTILINE)),
-        "loops": len(re.findall(r" while\(", text)),
-        "host_transfers": hlo.host_transfers(text),
-        # Caches as small as these may visit the chip's fast memory, S(1), whole: a prefetch, not a second buffer.
-        "cache_copies": [line[:160] for line in hlo.copies_of(text, cache) if "S(1)" not in line],
-        "state_bytes": int(sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state)),
-        "aliased_bytes": int(memory.alias_size_in_bytes),
-        "host_bytes": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
-        "temporary_bytes": int(memory.temp_size_in_bytes),
-        "widened": widened(text, {leaf.shape for leaf in weights if leaf.dtype == jnp.int8}),
-        "quantised": sum(leaf.dtype == jnp.int8 for leaf in weights),
-    }
+    # Caches as small as these may visit the chip's fast memory, S(1), whole: a prefetch, not a second buffer.
+    assert [line for line in hlo.copies_of(text, cache) if "S(1)" not in line] == []
+    # Every buffer of the state is updated in place.
+    assert memory.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    integers = [leaf.shape for leaf in jax.tree.leaves(models) if leaf.dtype == jnp.int8]
+    assert len(integers) == (2 * (2 * 4 + 1) if method.endswith("+int8") else 0)
+    assert widened(text, {*integers}) == []
 
 
 def main(topology_name: str, *methods: str) -> None:
@@ -245,8 +240,10 @@ def main(topology_name: str, *methods: str) -> None:
     device = devices_of(topology_name)[0]
     if methods == ("kernels",):
         print(json.dumps(kernels(device)))
-    else:
-        print(json.dumps({method: report(device, method) for method in methods}))
+        return
+    for method in methods:
+        check(device, method)
+        print(f"{method}: compiles for {device.device_kind}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 if __name__ == "__main__":
     import tpu_scripts.aot_report  # noqa: F401  its settings are for libtpu
@@ -54,7 +53,6 @@ def compiled(topology: str, rows: int, model: str):
 
 
 def main(topology: str, rows: str = "1", model: str = "qwen2.5-1.5b") -> None:
-    start = time.perf_counter()
     program, devices, texts = compiled(topology, int(rows), model)
     memory = program.memory_analysis()
     report = {
@@ -67,7 +65,6 @@ def main(topology: str, rows: str = "1", model: str = "qwen2.5-1.5b") -> None:
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "peak_bytes": int(memory.peak_memory_in_bytes),
         "host_bytes": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
-        "compile_s": round(time.perf_counter() - start, 1),
     }
     print(json.dumps(report))
 

@@ -65,18 +65,15 @@ KERNELS = ("reference", "cpu", "tpu", SIMULATED_TPU, "gpu", "cudnn", "xla")
 """Names for `--attention`: the kernels of that name, then what follows them in the table."""
 
 
-def candidates(name: str) -> list[Kernel]:
-    """The kernels that may serve where `name` is asked for: those of the name, then later ones of its platform."""
-    name = "tpu" if name == SIMULATED_TPU else name
-    first = next(index for index, kernel in enumerate(ATTENTION) if kernel.name == name)
-    platform = ATTENTION[first].platform
-    return [kernel for kernel in ATTENTION[first:] if kernel.platform in (platform, None)]
-
-
 def serving(name: str, case: AttentionCase) -> Kernel:
-    """The kernel that serves a case; says once if XLA takes copies over that a kernel should have taken."""
-    refused = []
-    for kernel in candidates(name):
+    """The kernel that serves a case where `name` is asked for: one of the name, or a later one of its platform.
+
+    Says once if XLA takes copies over that a kernel should have taken.
+    """
+    asked = "tpu" if name == SIMULATED_TPU else name
+    first = next(index for index, kernel in enumerate(ATTENTION) if kernel.name == asked)
+    platforms, refused = (ATTENTION[first].platform, None), []
+    for kernel in (kernel for kernel in ATTENTION[first:] if kernel.platform in platforms):
         if (reason := kernel.refuses(case)) is None:
             break
         refused.append(reason)

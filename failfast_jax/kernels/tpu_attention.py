@@ -200,11 +200,6 @@ def _new_rows(qkv_ref, head: int, heads: int, size: int, tables) -> tuple[Float[
     return jnp.where(fine & (jnp.abs(k) < UNFIT), k, UNFIT), jnp.where(fine, v, 0.0)
 
 
-def in_hbm(cache: Array, interpret: bool) -> Array:
-    """Keeps XLA from copying a whole cache, dead capacity too, into fast memory and back around each kernel."""
-    return cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM)
-
-
 def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref, k_ref, v_ref, out_ref, *refs):
     """One tile of one sequence. qkv: [1, W, K' * (G + 2) * H]; last: [1, R, 1], or [1, R, 5] as in `in_ranges`; k, v:
     [1, K', T, H]; out like the queries of qkv. q: [K', R, H], rotated and scaled at the first tile; R = G * W, of which
@@ -332,6 +327,8 @@ def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret:
     accumulator = pltpu.VMEM((together, rows, head_dim), jnp.float32)
     stretch = pltpu.VMEM((together, min(span_of(new_rows), capacity), head_dim), jnp.float32)
     anywhere = pl.BlockSpec(memory_space=pl.ANY if interpret else pltpu.HBM)
+    if not interpret:  # else XLA copies a whole cache, dead capacity too, into fast memory and back around each kernel
+        cache = tuple(pltpu.with_memory_space_constraint(layer, pltpu.HBM) for layer in cache)
     out, *caches = pl.pallas_call(
         functools.partial(_attend, new_rows),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -367,6 +364,6 @@ def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret:
         cos,
         sin,
         seen.astype(jnp.int32),
-        *(in_hbm(layer, interpret) for layer in cache),
+        *cache,
     )
     return out.reshape(batch, width, heads, head_dim)[:, :new_rows], *caches

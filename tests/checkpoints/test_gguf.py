@@ -182,6 +182,7 @@ def test_header_equals_the_reference_reader(tmp_path):
     }
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of quantising it
 def test_bad_values_in_gguf(tmp_path):
     key, path = "model.layers.1.mlp.down_proj.weight", tmp_path / "model.gguf"
     tensors = with_bad_value(tensors_of("llama_tied"), key, np.nan)

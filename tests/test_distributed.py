@@ -70,12 +70,13 @@ def test_two_processes_answer_as_one():
     assert uneven.startswith("--tensor-parallel 4: 3 key and value heads") and uneven.endswith("1, 3")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "index, number",
     [
         (0, signal.SIGINT),
-        pytest.param(0, signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.long),
+        (0, signal.SIGTERM),
+        (1, signal.SIGKILL),
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.long(rare=True)),
     ],
 )
@@ -85,7 +86,7 @@ def test_a_process_that_waits_ends_at_signals_and_with_the_other(index, number):
     first, _ = both
     try:
         assert first.stdout.readline() == "waiting\n", first.communicate()[1]
-        time.sleep(2)
+        time.sleep(1)
         both[index].send_signal(number)
         status = first.wait(60)
         assert status == -number if index == 0 else status != 0 and first.stderr.read()

@@ -86,7 +86,8 @@ def parts() -> dict[str, Any]:
 
 
 def wait() -> None:
-    """Process 0 waits for a value of process 1, which does not bring it."""
+    """Process 0 waits for a value of process 1, which does not bring it; they have agreed on another one before."""
+    processes.broadcast_from_primary("something")
     print("waiting", flush=True)
     if jax.process_index() == 1:
         time.sleep(300)

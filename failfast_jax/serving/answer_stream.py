@@ -151,17 +151,17 @@ class Service:
             code = TOO_LONG if isinstance(error, PromptTooLong) else None
             raise RequestError(message, param="messages" if template else "prompt", code=code) from None
         longest = max(map(len, encoded))
-        if request.limit is not None and longest + request.limit > self.queue.capacity:
+        if request.max_tokens is not None and longest + request.max_tokens > self.queue.capacity:
             message = (
-                f"max_tokens: {longest} tokens of the prompt and {request.limit} of its answer exceed the "
+                f"max_tokens: {longest} tokens of the prompt and {request.max_tokens} of its answer exceed the "
                 f"{self.queue.capacity} tokens that this server has room for"
             )
             raise RequestError(message, param="max_tokens", code=TOO_LONG)
         options = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "ignore_eos")}
         options |= {
             "seed": secrets.randbelow(SEEDS) if request.seed is None else request.seed % SEEDS,
-            "max_new_tokens": request.limit or self.options.max_new_tokens,
-            "stop": request.stops,
+            "max_new_tokens": request.max_tokens or self.options.max_new_tokens,
+            "stop": request.stop,
             "logprobs": request.best_tokens,
             "own_turn": template,
         }

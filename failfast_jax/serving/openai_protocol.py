@@ -128,19 +128,12 @@ class _Request(_Body):
     ignore_eos: bool = Field(default=False, description="not OpenAI's: go on after stop tokens")
 
     @model_validator(mode="after")
-    def _check_stops(self) -> _Request:
-        if len(self.stops) > MOST_STOPS or not all(self.stops):
+    def _list_stops(self) -> _Request:
+        """Makes `stop` a list, and checks it."""
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        if len(self.stop) > MOST_STOPS or not all(self.stop):
             raise ValueError(f"stop: must be at most {MOST_STOPS} strings, none of them empty")
         return self
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
-    def limit(self) -> int | None:
-        """Maximum tokens of an answer, if the request sets one."""
-        return self.max_tokens
 
 
 class CompletionRequest(_Request):
@@ -201,7 +194,9 @@ class ChatRequest(_Request):
     top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
+    def _check_pairs(self) -> ChatRequest:
+        """Makes `max_tokens` the limit under either name, and checks `top_logprobs`."""
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         return self
@@ -210,11 +205,6 @@ class ChatRequest(_Request):
     def prompts(self) -> list[list[dict[str, str]]]:
         """The conversation, as the only prompt."""
         return [[message.plain for message in self.messages]]
-
-    @property
-    def limit(self) -> int | None:
-        """Maximum tokens of an answer, under either name."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def best_tokens(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Continuous batching on 8 simulated devices that share layers, or the batch, or both.
+"""Continuous batching on 4 simulated devices that share layers, or the batch, or both.
 
 The module is also the program of the process with these devices: their number is fixed when JAX is first used.
 """
@@ -23,7 +23,7 @@ SAMPLING = {"temperature": 0.8, "seed": 3}
 PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9]]
 LOOKUP = {"method": "lookup", "max_spec_len": 7}
 MODEL = {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
-CASES = {"4 share layers, batch 1": (4, 1, 1, MODEL), "2 groups of 4, batch 8": (4, 2, 8, LOOKUP)}
+CASES = {"4 share layers, batch 1": (4, 1, 1, MODEL), "2 groups of 2, batch 4": (2, 2, 4, LOOKUP)}
 """Devices that share layers, groups that share the batch, rows, and the method."""
 
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 @pytest.mark.long
 def test_they_answer_as_one_device():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     process = run_python(__file__, XLA_FLAGS=flags)
     assert process.returncode == 0, process.stderr[-3000:]
     one = engine()

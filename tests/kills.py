@@ -52,7 +52,7 @@ from failfast_jax.train import __main__ as train
 from failfast_jax.train import train_command
 
 IMPORTED = (bench_run, ocp, train_command, transformers)
-"""What commands import when they need it."""
+"""Modules that commands import when they need them."""
 LONGEST_S = 120.0
 """A command that runs for longer hangs. (Generous: the machine may be busy.)"""
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "kills.half"}
@@ -61,7 +61,7 @@ INTERRUPTED = 130
 
 
 class Lost(AssertionError):
-    """What a kill must not do."""
+    """A kill lost something."""
 
 
 class FileOperations:
@@ -207,7 +207,7 @@ class Killer:
         return self.folder / name
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        """What a function returns (JSON-ready) in a process of its own: this one must touch no device."""
+        """Returns the JSON-ready result of a function that runs in another process: this one must touch no device."""
         place = self.folder / "returned.json"
 
         def write() -> int:
@@ -231,7 +231,7 @@ class Killer:
             raise Lost(f"exit status {status}: {run.words()}")
 
     def _kill(self, folder: Path, rng: random.Random) -> bool:
-        """Starts the command and kills it; whether it had ended before."""
+        """Starts the command and kills it; returns True if it had ended before."""
         if rng.random() < 0.6:
             run = self._start(folder, rng.randrange(1, self.operations + 1))
             seconds, number = LONGEST_S, signal.SIGKILL

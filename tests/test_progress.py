@@ -1,4 +1,4 @@
-"""What users are told of waits and of errors."""
+"""Messages of waits and of errors: bars, lines in a file, silence."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_error_ends_the_bar_that_it_leaves_open(monkeypatch, capsys):
 
 
 def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):
-    """Of work that takes long, beside what else is said; the last one says how it ended."""
+    """Only work that takes long has lines, among other messages; the last one has the end."""
     watch(monkeypatch, False)
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -87,12 +87,8 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):
             if count == 5:
                 progress.note("something happened")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[:3] for line in lines if "something" not in line] == [
-        ["counting:", "30%", "3/10"],
-        ["counting:", "60%", "6/10"],
-        ["counting:", "90%", "9/10"],
-        ["counting:", "100%", "10/10"],
-    ]
+    counts = [line.split()[2] for line in lines if line.startswith("counting: ")]
+    assert counts == ["3/10", "6/10", "9/10", "10/10"] and len(lines) == 5
     assert "something happened" in lines
 
 

@@ -138,13 +138,11 @@ class Scheduler:
             self.session, _ = runtime.costs.price(self.session)
         self._state = self._warmed_up()
 
-    def _idle(self) -> Any:
-        return self.session.start([Request((0,), 0)] * self.session.batch)
-
     def _warmed_up(self) -> Any:
         """Runs every program once; returns a state without requests."""
-        short, longer = Request((0,), 1), Request((0, 0, 0), 1)
-        state = self.session.insert(self._idle(), 0, self.single.prefill([short] * self.single.batch))
+        nothing, short, longer = Request((0,), 0), Request((0,), 1), Request((0, 0, 0), 1)
+        state = self.session.start([nothing] * self.session.batch)
+        state = self.session.insert(state, 0, self.single.prefill([short] * self.single.batch))
         state = self.session.advance(state, 1, until_any=True)
         self.session.read(state)
         self.session.rounds_of(state, 0)
@@ -153,7 +151,7 @@ class Scheduler:
         old = self.session.take(state, 0)
         *_, filled = self.single.prefill_onto(old, longer, self.single.shared(old, 1, 3))
         self.session.read(self.session.end(self.session.insert(state, 0, filled), {0}))
-        return self._idle()
+        return self.session.start([nothing] * self.session.batch)
 
     @property
     def waiting(self) -> int:

@@ -26,15 +26,15 @@ TARGET, AR, DIFFUSION, EAGLE = "Qwen2.5-32B-Instruct", "Qwen2.5-1.5B-Instruct", 
 """Folders of the models."""
 MASK = 129
 """Behind the tokenizer's 129 tokens; 130 is the stop token."""
-MATH = [("q1", "What is 2 + 3?"), ("q2", "What is 11 + 7?")]
-GSM8K = [("0", "How much is 5 + 8?"), ("1", "How much is 6 + 1?")]
+MATH = ["What is 2 + 3?", "What is 11 + 7?", "What is 7 + 9?"]
+GSM8K = ["How much is 5 + 8?", "How much is 6 + 1?"]
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """129 pieces of the preset's prompts."""
     texts = [entry["template"] for entry in yaml.safe_load(PRESETS["failfast-paper"].read_text())["datasets"]]
-    texts += [text for _, text in MATH + GSM8K]
+    texts += MATH + GSM8K
     pieces = Tokenizer(models.BPE(unk_token="?"))
     pieces.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_next")
     pieces.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=MASK, special_tokens=["?", "</s>"]))
@@ -70,18 +70,17 @@ def write_models(folder: Path) -> None:
 def write_rows(folder: Path) -> None:
     """A file for each data set, by its name, and `chat`: conversations."""
     article = "Please reason step by step, separate logical reasoning steps, and put your final answer. " * 8
-    math = (*MATH, ("q3", "What is 7 + 9?"))
     rows = {
-        "math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in math],
-        "gsm8k": [{"question": text, "answer": "#### 7"} for _, text in GSM8K],
+        "math500": [{"problem": text, "answer": "5", "unique_id": f"q{number}"} for number, text in enumerate(MATH)],
+        "gsm8k": [{"question": text, "answer": "#### 7"} for text in GSM8K],
         "chat": [
             {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"{number} {article}"}]}
             for number in range(6)
-            for _, text in MATH + GSM8K
+            for text in MATH + GSM8K
         ],
     }
-    for name, found in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for name, content in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
 if __name__ == "__main__":

@@ -112,8 +112,7 @@ class EnginePool:
         options: dict[str, Any] = {"method": config.method, "schedule": config.options.get("schedule")}
         # A named drafter serves all methods of its kind; these options choose among the default pair's.
         key = (tuple(options.items()) if source is None else str(source), row.options.get(THETA))
-        if row.options.get(THETA) is not None:
-            options[THETA] = row.options[THETA]
+        options |= {name: value for name, value in row.options.items() if name == THETA}
         if key not in self._built:
             self._built[key] = FailFast.load(self.base, source, **self.options, **options)
         return self._built[key]

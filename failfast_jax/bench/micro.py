@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -153,8 +153,7 @@ def check_shapes(
     return checks
 
 
-Part = Callable[[FailFast], dict[str, Any]]
-PARTS: dict[str, Part] = {part.__name__: part for part in (speed, kernels, attention)}
+PARTS = {part.__name__: part for part in (speed, kernels, attention)}
 
 
 def work(args: argparse.Namespace) -> int:

@@ -35,7 +35,6 @@ from failfast_jax.util.files import user_path
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
 """Files of `--config` that come with the package, by name."""
-MODELS = ("target", "drafter", "ar_drafter")
 ALIASES = {"methods": "rows", "dataset": "datasets", "set": "options"}
 """Keys of the file whose flags hold text: `--methods`, `--dataset`, `--set`."""
 GROUPS = {"dataset": "questions and methods", "target": "models", "out": "result"}
@@ -101,7 +100,7 @@ class RunConfig(CommandOptions):
         names = [field.name for field in dataclasses.fields(cls)]
         flags = {name: value for name in names if (value := getattr(args, name, None)) is not None}
         flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
-        flags |= {name: None for name in MODELS if flags.get(name) == "none"}
+        flags |= {name: None for name in ("target", "drafter", "ar_drafter") if flags.get(name) == "none"}
         return cls(**{**(read_config(path) if path is not None else {}), **flags})
 
     def common(self) -> GenerationConfig:

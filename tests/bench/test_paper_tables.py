@@ -90,13 +90,7 @@ def test_of_several_with_one_length_the_best_stands_for_it():
         assert not any("threshold=1" in label for label in paper_run(both).chosen["math500"].values())
 
 
-def test_claims():
-    found = claimed(paper_run())
-    assert found["tokens a pass, FailFast, MATH"] == ["5.56", "4.1"]
-    assert found["rounds fewer than with the AR drafter, MATH"] == ["0.0 %", "16.0 %"]
-    assert found["speculation latency, Fast-dLLM below AR"] == ["50.0 %", "22.9 %"]  # 3 against 8 and 4
-    assert found["... Qwen2.5-32B"] == ["4.90 to 4.90", "3.1 to 4.9"]
-    assert found["longest accepted draft, MATH"][0] == "10.00"
+def test_claims_of_rows_that_are_missing_are_empty():
     alone = [r for r in RECORDS if r["setting"] in ("vanilla", "wide")]
     assert {ours for ours, _ in claimed(paper_run(alone)).values()} == {"-"}
 
@@ -114,6 +108,7 @@ def test_claims_follow_from_appendix_b():
         "verification latency, FailFast below AR": "17.4 %",
         "tokens a pass, FailFast, MATH": "4.06 / 4.03",
         "rounds fewer than with the AR drafter, MATH": "16.0 % / 23.2 %",
+        "longest accepted draft, MATH": "70.00 / 60.00",
     }
     assert {text: claims_of_paper[text][0] for text in expected} == expected
     assert averages.published_of("SmolLM2-135M").empty

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import types
 from pathlib import Path
 
 import jax
@@ -150,51 +149,43 @@ OPTIONS = ReplayOptions("tiny", "tiny-drafter", "math", 12, 40, "float32", "gpu"
 """Those of `QUICK_REPLAY`: the plan of an accelerator has one verify width, so little to compile."""
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """A whole run by its command: the folder, the summary, and the pair that ran."""
-    out, pairs = tmp_path_factory.mktemp("replay") / "out", []
-    measure = ReplayedPair.measure
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReplayedPair, "measure", lambda pair: (pairs.append(pair), measure(pair)))
-        patch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e10, "read": 1e10})
-        assert bench.main(["replay", *QUICK_REPLAY, "--out", str(out)]) == 0
-    return types.SimpleNamespace(out=out, pair=pairs[0], summary=json.loads((out / "replay.json").read_text()))
-
-
 @pytest.mark.long
-def test_the_rounds_follow_the_draws(ran):
-    log, [shown] = ran.pair.logs["replay MATH"], ran.summary["targets"][0]["cases"]
+def test_a_run(tmp_path, monkeypatch):
+    pairs, measure = [], ReplayedPair.measure
+    monkeypatch.setattr(ReplayedPair, "measure", lambda pair: (pairs.append(pair), measure(pair)))
+    monkeypatch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e10, "read": 1e10})
+    assert bench.main(["replay", *QUICK_REPLAY, "--out", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "replay.json").read_text())
+    [record], log = summary["targets"], pairs[0].logs["replay MATH"]
+    [case] = record["cases"]
+
+    # Rounds follow the draws.
     chunks, accepted = draw(fit(published_for("tiny", "MATH")), 12, seed=0)
     assert log.round == 12 and (log.accepted[0, :12] == accepted).all()
     assert (log.draft_length[0, :12] == 10 * chunks).all() and (log.emitted[0, :12] == accepted + 1).all()
     # Commits ride along: no pass beyond one per chunk.
     assert log.target_passes[0] == 12 and (log.passes[0, :12] == chunks).all()
-    assert shown["tokens"] == (accepted + 1).sum() and shown["accepted_per_round"] == pytest.approx(accepted.mean())
+    assert case["tokens"] == (accepted + 1).sum() and case["accepted_per_round"] == pytest.approx(accepted.mean())
 
-
-@pytest.mark.long
-def test_the_report_is_whole(ran):
-    (record,) = ran.summary["targets"]
-    assert "acceptance injected" in ran.summary["what"]
+    # The report.
+    assert "acceptance injected" in summary["what"]
     assert record["kernel"] == kernel_of(jax.devices()[0], jnp.float32, 64)
     target, drafter = (
         model_shapes.device_reads(model_shapes.abstract_model(CONFIGS[name], "float32"))
         for name in ("tiny", "tiny-drafter")
     )
     steps, copied = record["vanilla"]["steps"], record["bandwidth_bytes_per_s"]["copy"]
-    assert steps == record["cases"][0]["tokens"]
+    assert steps == case["tokens"]
     assert record["vanilla"]["floor_ms"] == pytest.approx(1e3 * target(40 + (steps - 1) / 2) / copied)
     assert list(record["verify"]) == ["64", "72"] and list(record["drafter_pass"]) == ["32", "64"]
     # Six steps of 72 rows each, after 40 tokens.
     assert record["verify"]["72"]["floor_ms"] == pytest.approx(1e3 * target(40 + 2.5 + 71) / copied)
     assert record["drafter_pass"]["32"]["floor_ms"] == pytest.approx(1e3 * drafter(64) / copied)
-    [case] = record["cases"]
     assert case["speedup"] == pytest.approx(case["tokens"] / 12 * record["vanilla"]["ms"] / case["ms"])
     assert case["over_floor"] == pytest.approx(case["ms"] / case["floor_ms"])
     assert case["statistics"]["mean_accepted"] == 6.5 and not case["statistics"]["same_target"]
     assert case["papers_speedup"] == pytest.approx(3.97, abs=0.01)
-    assert "MATH (Qwen2.5-14B-Instruct's) |" in (ran.out / "replay.md").read_text()
+    assert "MATH (Qwen2.5-14B-Instruct's) |" in (tmp_path / "replay.md").read_text()
 
 
 def test_every_pass_is_executed_on_the_device():
@@ -225,13 +216,8 @@ def test_the_32b_pair_fits_80_gb():
     assert 68e9 < pair.needed_bytes() < 0.9 * 80e9
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--tensor-parallel", "64"], "--tensor-parallel 64 (x 1 data-parallel): there are"),
-        (["--dataset", "mbpp"], "--dataset mbpp: must be among math, aime, gsm8k, gpqa, humaneval"),
-    ],
-)
-def test_bad_flags(args, message, capsys):
-    assert bench.main(["replay", *QUICK_REPLAY, *args]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_flags(capsys):
+    assert bench.main(["replay", *QUICK_REPLAY, "--dataset", "mbpp"]) == 2
+    assert "--dataset mbpp: must be among math, aime, gsm8k, gpqa, humaneval" in capsys.readouterr().err
+    assert bench.main(["replay", *QUICK_REPLAY, "--tensor-parallel", "64"]) == 2
+    assert "--tensor-parallel 64 (x 1 data-parallel): there are" in capsys.readouterr().err

@@ -348,6 +348,8 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
     assert load.call_args_list[1:] == [
         call(default.base, drafter, method=method, schedule=schedule) for drafter, method, schedule in pairs
     ]
+    default.get(Row("other base", "failfast", {"rope_theta_drafter": 5e5}), GenerationConfig("failfast"))
+    assert load.call_args == call(default.base, None, method="failfast", schedule=None, rope_theta_drafter=5e5)
     assert engines["lookup"] is default.base and engines["failfast"] is engines["slow"]
     assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "drafter"}
 

@@ -74,12 +74,6 @@ def test_standalone_diffusion_reproduces_the_golden_file():
     assert result["output_ids"] == expected[5:] and result["stats"]["target_passes"] == 60
 
 
-def test_a_missing_model_is_one_line(capsys):
-    for former in ([], ["--method", "lookup", "--policy", "fixed"]):  # a former option, without effect
-        assert main(["--target", "./nowhere", "--prompt", "x", *former]) == 2
-        assert capsys.readouterr().err.splitlines() == ["error: --target ./nowhere: no such file or folder"]
-
-
 T, D, IDS = f"--target {TARGET}", f"--drafter {DRAFTER}", f"--token-ids {PROMPT}"
 LOOKUP = f"{T} --method lookup"
 BAD = {
@@ -105,6 +99,9 @@ BAD = {
         "fast_dllm_v2_untied/spiffy.json; make one with python -m failfast_jax.train spiffy --target"
     ),
     f"--target {DRAFTER} {IDS} --method dllm --spiffy-graph g.json": "--spiffy-graph g.json: needs --spiffy",
+    "--target ./nowhere --prompt x": "--target ./nowhere: no such file or folder",
+    # A former option, without effect.
+    "--target ./nowhere --prompt x --method lookup --policy fixed": "--target ./nowhere: no such file or folder",
     f"{T} --prompt-file /nowhere/prompt": "--prompt-file /nowhere/prompt: No such",
     f"{LOOKUP} {IDS} --trace /nowhere/rounds.html": "--trace /nowhere/rounds.html: no such folder",
 }

@@ -36,21 +36,15 @@ METHODS = (
 @pytest.mark.parametrize(
     "topology, methods",
     [
-        pytest.param("v5e:1x1", ("auto", "failfast+int8"), id="v5e-few"),
-        pytest.param("v6e:1x1", ("dspark-failfast",), id="v6e-few"),
+        pytest.param("v5e:1x1", ("kernels", "auto", "failfast+int8"), id="v5e-few"),
+        pytest.param("v6e:1x1", ("kernels", "dspark-failfast"), id="v6e-few"),
         pytest.param("v5e:1x1", METHODS, id="v5e-all", marks=pytest.mark.long(rare=True)),
         pytest.param("v6e:1x1", METHODS, id="v6e-all", marks=pytest.mark.long(rare=True)),
     ],
 )
-def test_a_whole_answer_is_one_program_on_the_chip(topology, methods):
+def test_kernels_compile_and_a_whole_answer_is_one_program_on_the_chip(topology, methods):
     output = run("tests/tpu_compile.py", topology, *methods)
     assert output.count(f"compiles for TPU {topology[:2]} lite") == len(methods)
-
-
-@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
-def test_mosaic_compiles_the_kernels(topology):
-    verdicts = json.loads(run("tests/tpu_compile.py", topology, "kernels").splitlines()[-1])
-    assert len(verdicts) == 7 + 2 + 3 and all(verdicts.values()), verdicts
 
 
 @pytest.mark.parametrize(

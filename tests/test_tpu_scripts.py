@@ -1,9 +1,17 @@
-"""What is read from the text of a compiled program."""
+"""Scripts for TPUs: figures of compiled programs, predictions beside measured speeds, checks of a new machine."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from unittest.mock import Mock
+
+import jax
 import pytest
 
+from failfast_jax.public_data import published_speeds
+from failfast_jax.public_data.published_speeds import Measurement, Passes
+from tpu_scripts import first_ten_minutes as script
 from tpu_scripts import hlo
 
 PROGRAM = """HloModule program
@@ -129,3 +137,59 @@ def test_a_look_up_of_another_core_reads_its_rows(rate, expected):
     assert timeline(LOOK_UP, rate) == (pytest.approx(expected), 2048)
     started = LOOK_UP.replace("async-start()", "async-start(%p, %q)").replace("start.update)", "start)")
     assert timeline(started, 1024)[0] == pytest.approx(2)
+
+
+def test_speeds_are_predicted_as_by_hand():
+    """Four clients. Two devices: a step of 2 ms, a verify of 3, a draft of 1; eight: 1, 1.5 and 0.5.
+
+    4 / 2 ms and 4 / 1 ms plain; 4 * 3 / (3 + 1) ms at the least and 4 * 5 / (1.5 + 0.5) ms at most with drafts; in both
+    layouts a round takes two steps, so that 3 to 5 tokens are a speedup of 1.5 to 2.5.
+    """
+    passes = {2: Passes(plain=2.0, verify=3.0, draft=1.0), 8: Passes(plain=1.0, verify=1.5, draft=0.5)}
+    names = {"source": "us", "chip": "TPU", "topology": "v5e:2x4", "target": "qwen3-8b", "drafter": "dspark-qwen3-8b"}
+    sizes = {"clients": 4, "context": 100, "verify_rows": 8, "tokens_a_round": (3.0, 5.0)}
+    published = {"plain": 1000.0, "drafted": 2000.0, "speedup": 2.0}
+    load = Measurement(**names, **sizes, passes_ms=passes, published=published)
+    assert load.predicted() == {"plain": (2000, 4000), "drafted": (3000, 10_000), "speedup": (1.5, 2.5)}
+    assert load.errors() == {"plain": (2, 4), "drafted": (1.5, 5), "speedup": (0.75, 1.25)}
+    *_, plain, drafted, speedup = published_speeds.table([load]).splitlines()
+    assert plain.startswith(
+        "| us, TPU, qwen3-8b, dspark | 4 | 2 or 8 | plain, tokens/s | 1,000 | 2,000 to 4,000 | 2.00"
+    )
+    assert drafted.endswith("| with drafts, tokens/s | 2,000 | 3,000 to 10,000 | 1.50 to 5.00 |")
+    assert speedup.endswith("| speedup | 2.00 | 1.50 to 2.50 | 0.75 to 1.25 |")
+
+
+def test_the_page_of_predictions_has_what_the_report_prints():
+    assert len(published_speeds.measurements()) >= 3
+    page = (Path(__file__).parents[1] / "docs" / "predictions.md").read_text(encoding="utf-8")
+    assert published_speeds.table(published_speeds.measurements()) in page
+    for source in published_speeds.data()["sources"].values():
+        assert source["url"] in page
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path, capsys, monkeypatch):
+    parts = {"fails": Mock(side_effect=RuntimeError("out of memory")), "last": Mock(return_value={"right": True})}
+    monkeypatch.setattr(script, "PARTS", parts | {"wrong": Mock(return_value={"right": False})})
+    out = tmp_path / "here.json"
+    assert script.main(["--out", str(out)]) == 1
+    assert capsys.readouterr().out.endswith("here.json: wrong: fails, wrong\n")
+    parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
+    assert parts["fails"]["error"] == "RuntimeError: out of memory" and parts["last"]["right"]
+
+
+def test_measured_beside_predicted():
+    """The timeline's figure where there is one of this target on one such chip; else none."""
+    kind = jax.devices()[0].device_kind
+    cases = [("another", "tiny", 1, 70.0), (kind, "other", 1, 60.0), (kind, "tiny", 4, 50.0), (kind, "tiny", 1, 10.0)]
+    estimates: list[dict] = [{"device": kind, "case": {"target": "tiny", "tp": 1}}]
+    for device, target, tp, ms in cases:
+        passes = {name: {"ms": ms + n} for n, name in enumerate(("verify(8)", "verify(16)", "drafter"))}
+        estimates.append({"device": device, "case": {"target": target, "tp": tp}, "passes": passes})
+    figures = {"ms": 2.0, "floor_ms": 1.0}
+    record = {"target": "tiny", "vanilla": figures, "verify": {"16": figures, "72": figures}}
+    record |= {"drafter_pass": {"32": figures, "64": figures}}
+    lines = script.beside_predictions(record, estimates)
+    assert [line["timeline_ms"] for line in lines] == [10.0, 11.0, None, 12.0, None]
+    assert [line["pass"] for line in lines[:2]] == ["plain step", "verify of 16 rows"]
+    assert {line["timeline_ms"] for line in script.beside_predictions(record, [])} == {None}

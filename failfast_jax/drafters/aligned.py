@@ -27,21 +27,13 @@ MOST_BLOCKS = 3
 
 
 @flax.struct.dataclass
-class AlignedState(BlockState):
-    """State of the drafter."""
-
-    doubted: Bool[Array, " B"] | None = None
-    """True if the last draft ended because of a confidence below tau, and not for its length or a stop token."""
-
-
-@flax.struct.dataclass
 class _Filling:
     """Carry of the loop."""
 
     text: Int[Array, "B T"]
     confidence: Float[Array, "B T"]
     """Confidence with which each position was filled."""
-    state: AlignedState
+    state: BlockState
     """`state.cached` is the start of the block being filled."""
     spec_len: Int[Array, " B"]
     listed: Int[Array, " B"]
@@ -90,8 +82,8 @@ class Aligned(BlockDrafter):
         return MOST_BLOCKS * self.block + self.block
 
     def init(self, batch, capacity):
-        parts = vars(super().init(batch, capacity)) | {"memory": self.rule.init(batch)}
-        return AlignedState(**parts, doubted=jnp.zeros((batch,), bool))
+        state = super().init(batch, capacity)
+        return state.replace(memory=self.rule.init(batch), doubted=jnp.zeros((batch,), bool))
 
     def draft(self, state, committed):
         zeros = jnp.zeros_like(committed.length)

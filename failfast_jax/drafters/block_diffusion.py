@@ -33,6 +33,8 @@ class BlockState:
     blocks of one token `length - 1` or `length - 2` at a round's start, fewer where rounds passed without a draft."""
     memory: Any = ()
     """The stopping rule's."""
+    doubted: Bool[Array, " B"] | None = None
+    """Of `Aligned`: true if the last draft ended at a confidence below tau, not for its length or a stop token."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)

@@ -53,6 +53,7 @@ def test_the_json_and_the_trace_of_an_answer(vanilla, tmp_path):
     assert stats["tokens_per_s"] == pytest.approx(40 / stats["decode_s"])
     traced = [json.loads(line) for line in trace.read_text().splitlines()]
     assert traced == [{"round": number, **entry} for number, entry in enumerate(rounds, 1)]
+    assert all(entry["took"] > 0 for entry in rounds)
 
 
 def test_stdout_is_json_alone_and_stderr_has_the_summary(vanilla, tmp_path):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from checkpoint_files import GOLDEN
+from checkpoint_files import GOLDEN, run_python
 from tiers import tiers
 
 from failfast_jax import FailFast
@@ -48,10 +44,7 @@ def answers(thorough: bool = False) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("name", tiers(SETTINGS, quick=["types and draws"]))
 def test_settings_change_no_text(name):
     thorough = name != "types and draws"
-    environment = os.environ | dict(setting.split("=") for setting in SETTINGS[name].split())
     program = f"import json, test_numerics; print(json.dumps(test_numerics.answers({thorough})))"
-    folder = Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder.parent)])
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    ended = run_python("-c", program, **dict(setting.split("=") for setting in SETTINGS[name].split()))
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert json.loads(ended.stdout.splitlines()[-1]) == answers(thorough)

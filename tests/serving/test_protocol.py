@@ -65,6 +65,11 @@ def test_fields_without_effect_are_taken(stream):
     CompletionRequest.model_validate({"prompt": "\n", **NEUTRAL, **stream})
 
 
+def test_the_newer_name_of_the_limit_counts():
+    limits = {"max_tokens": 9, "max_completion_tokens": 5}
+    assert ChatRequest.model_validate({"messages": [USER], **limits}).max_tokens == 5
+
+
 REFUSED = [
     # field, the request's other fields
     ("messages.0.refusal", {"messages": [TURN | {"refusal": "no"}]}),

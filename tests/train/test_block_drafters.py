@@ -27,14 +27,14 @@ from failfast_jax.util.command_line import OutOfTime
 FIELD = GOLDEN / "field"
 
 
-def objective_of(target, kind: str, options: TrainConfig, draft_ids=None) -> BlockObjective:
+def objective_of(target, kind: str, config: TrainConfig, draft_ids=None) -> BlockObjective:
     changes = {"seed": 2, "draft_ids": draft_ids, "markov_rank": 6, "confidence": True}
     if kind == "extended":
         model = random_extended(target, rows=4, markov="vanilla", row_features=(2, 0), **changes)
     else:
         changes |= {"feature_layers": (0, 1), "confidence_sees_markov": kind == "rnn"}
         model = random_dspark(target, markov=kind, **changes)
-    return BlockObjective(model.network, target, draft_ids, options)
+    return BlockObjective(model.network, target, draft_ids, config)
 
 
 @pytest.mark.long
@@ -45,8 +45,8 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
     """Gradients too: the engine's own passes and choices, block by block, against the batched loss."""
     weights = {"ce_weight": 0.3, "l1_weight": 0.6, "confidence_weight": 0.5}
     greedy = kind == "extended"
-    options = TrainConfig(position_decay=2.0, confidence_for="greedy" if greedy else "sampled", **weights)
-    objective = objective_of(target, kind, options, draft_ids)
+    config = TrainConfig(position_decay=2.0, confidence_for="greedy" if greedy else "sampled", **weights)
+    objective = objective_of(target, kind, config, draft_ids)
     batch = jax.tree.map(jnp.asarray, objective.prepare(batches(documents, length=LENGTH, batch=2, seed=0)[0]))
     lengths, tokens = np.asarray(batch["length"]), np.asarray(batch["tokens"])
     anchors, known = np.asarray([[8], [lengths[1] - 3]]), np.asarray([[1], [2]])  # the second ends with its text
@@ -116,9 +116,8 @@ def test_folders_are_those_of_deepspec(tmp_path):
 
 @pytest.mark.parametrize("heads_only", [False, True])
 def test_the_confidence_head_is_scaled_and_shifted(target, heads_only):
-    model = random_dspark(target, seed=2, markov="vanilla", markov_rank=6, confidence_sees_markov=False)
-    options = TrainConfig(confidence_for="greedy", freeze="backbone" if heads_only else None)
-    objective = BlockObjective(model.network, target, None, options)
+    config = TrainConfig(confidence_for="greedy", freeze="backbone" if heads_only else None)
+    objective = objective_of(target, "vanilla", config)
     assert objective.calibrates
     scaled = objective.calibrated(objective.trainable, 0.7, -0.3)
     before, after = objective.model(objective.trainable), objective.model(scaled)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import FIXTURES
-from tiny_models import VOCAB
-from training_runs import END, START, letters_engine, letters_tokenizer
+from tiny_models import VOCAB, random_model, tiny_config
+from training_runs import END, START, letters_tokenizer
 
 from failfast_jax import FailFast
 from failfast_jax.public_data.question_sets import PROMPTS, humaneval_prompts
@@ -25,7 +25,7 @@ LIMITS = ["--max-prompt-tokens", "12", "--max-answer-tokens", "20", "--batch-siz
 
 @pytest.fixture(scope="module")
 def engine() -> FailFast:
-    return letters_engine()
+    return FailFast(random_model(tiny_config(num_layers=1)), tokenizer=letters_tokenizer())
 
 
 @pytest.fixture(scope="module")

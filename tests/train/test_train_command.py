@@ -111,9 +111,8 @@ def test_the_commands_of_the_default_drafter_parse(tmp_path, monkeypatch):
 
 def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    for family in ("dspark", "diffusion"):
-        more = ["--family", family, *(["--block-size", "16"] if family == "diffusion" else ["--anchors", "4"])]
-        assert main(["--target", TARGET, "--data", str(tmp_path), "--out", str(tmp_path / "run"), *more]) == 2
+    for family in ([], WHOLE):
+        assert main(["--target", TARGET, "--data", str(tmp_path), "--out", str(tmp_path / "run"), *family]) == 2
         shown = capsys.readouterr().err
         assert "conversations need a target with a chat template" in shown and "--mask-token" not in shown
 
@@ -132,10 +131,7 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--preset", "fast-dllm-v2", "--family", "dflash"], "--family dflash: --preset fast-dllm-v2 is of --family"),
         (["--family", "dspark", "--features", "5"], "--features 5: the target's layers are 0 to"),
         (["--family", "dspark"], "--mask-token: the target has no tokenizer: name an id that no text has"),
-        (
-            ["--family", "dflash", "--markov-rank", "3"],
-            "--markov-rank 3: --family dflash has no such option, only dspark",
-        ),
+        (["--family", "dflash", "--markov-rank", "3"], "--markov-rank 3: --family dflash has no such option, only"),
         (["--row-features", "--features", "0"], "--features 0: not with --row-features"),
         (["--fsdp", "2"], "--fsdp 2: only --family diffusion shares its parameters"),
         (["--start", PUBLISHED, "--rows", "5"], f"--rows 5: the drafter of --start {PUBLISHED} decides it"),

@@ -68,9 +68,8 @@ class Weighted(Objective):
         self.trainable, self.constants = {"w": jnp.zeros(3)}, {}
 
     def loss(self, trainable, constants, batch, key):
-        known = batch.get("known", jnp.ones_like(batch["tokens"], bool))
-        values = jnp.where(known, (batch["tokens"] - trainable["w"]) ** 2, 0.0)
-        return values.sum() / known.sum(), {"labels": known.sum()}
+        values = jnp.where(batch["known"], (batch["tokens"] - trainable["w"]) ** 2, 0.0)
+        return values.sum() / batch["known"].sum(), {"labels": batch["known"].sum()}
 
 
 def test_batches_of_a_step_weigh_as_many_labels_as_they_have():

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from checkpoint_files import hf_folder
 from safetensors.numpy import load_file
-from tiny_models import VOCAB, random_model, tiny_config
+from tiny_models import VOCAB
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from failfast_jax import FailFast
 from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.train.documents import load_documents
 from failfast_jax.train.train_config import PRESETS
@@ -88,8 +87,3 @@ def letters_folder(folder: Path, name: str) -> Path:
     (folder / "generation_config.json").unlink(missing_ok=True)
     letters_tokenizer().save_pretrained(folder)
     return folder
-
-
-def letters_engine(*_, method: str = "vanilla", dtype: str | None = None, **mesh) -> FailFast:
-    """A target of one layer that writes letters; arguments as of `defaults.load_pair`."""
-    return FailFast(random_model(tiny_config(num_layers=1)), tokenizer=letters_tokenizer(), **mesh)

@@ -34,13 +34,10 @@ def written(tmp_path: Path, *rows: str | dict | list) -> Path:
     return file
 
 
-CHAT = [("user", "Hi there"), ("assistant", "Hello."), ("user", "Two plus two?"), ("assistant", "Four.")]
-MESSAGES = [{"role": role, "content": text} for role, text in CHAT]
-
-
 def test_a_whole_conversation_is_a_document(tmp_path, tokenizer):
     """Answers are learned, stop tokens included; texts are learned whole."""
-    messages = [*MESSAGES, {"role": "user", "content": "Thanks"}]
+    turns = ("user", "Hi there"), ("assistant", "Hello."), ("user", "Two plus two?"), ("assistant", "Four.")
+    messages = [{"role": role, "content": text} for role, text in (*turns, ("user", "Thanks"))]
     file = written(tmp_path, {"messages": messages}, {"text": "Once upon a time"})
     (prompt, rest, labelled), (first, text, all_of_it) = read_conversations(file, tokenizer, VOCAB, whole=True)
     learned = [tokenizer.decode(part) for part in np.split(rest, np.flatnonzero(np.diff(labelled)) + 1)[::2]]

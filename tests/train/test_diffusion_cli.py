@@ -39,12 +39,6 @@ def arguments(target, corpus, out, *more: str) -> list[str]:
     return ["--preset", "fast-dllm-v2", *where, *small, *measured, *more]
 
 
-def recites(folder) -> bool:
-    """True if a model knows its documents by heart, a character per token."""
-    text = FailFast(folder).generate("count", method="dllm", max_new_tokens=32)[0].text
-    return text.replace(" ", "").startswith("onetwothree")
-
-
 @pytest.mark.long
 def test_a_run_makes_a_model_of_its_own(corpus, tmp_path):
     """In two pieces; then it is trained on, with other blocks. The result needs neither folder."""
@@ -63,7 +57,9 @@ def test_a_run_makes_a_model_of_its_own(corpus, tmp_path):
     assert model.config.block_size == 16 and model.config.vocab_size == 160
     options = {"max_new_tokens": 12, "ignore_eos": True}
     one, two = (FailFast(target, made).generate("count", method=name, **options)[0] for name in ("failfast", "vanilla"))
-    assert one.output_ids == two.output_ids and one.stats.drafted > 0 and recites(made)
+    assert one.output_ids == two.output_ids and one.stats.drafted > 0
+    text = FailFast(made).generate("count", method="dllm", max_new_tokens=32)[0].text
+    assert text.replace(" ", "").startswith("onetwothree")  # it knows its documents by heart, a letter per token
     more = ["--start", str(made), "--block-size", "32", "--steps", "2"]
     assert main(arguments(target, corpus, tmp_path / "longer", *more)) == 0
     shutil.rmtree(made)

@@ -134,12 +134,12 @@ def test_programs_packed_by_zstandard():
 def test_costs_that_cannot_be_kept_are_no_error(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(cost_book.CostBook, "path", staticmethod(lambda: tmp_path / "absent" / cost_book.FILE))
     book = cost_book.CostBook()
-    book.file("key", {"verify": {"1": 1.0}})
+    book.save("key", {"verify": {"1": 1.0}})
     assert "No such file or directory" in caplog.text and "measured again next time" in caplog.text
     monkeypatch.setattr(cost_book.CostBook, "path", staticmethod(lambda: tmp_path / cost_book.FILE))
     for odd in ('{"machine": []}', '{"costs": 3}', "[]", "{"):
         (tmp_path / cost_book.FILE).write_text(odd)
-        assert book.stored() == {}
+        assert book.load() == {}
 
 
 def test_files_beyond_all_measure(tmp_path):

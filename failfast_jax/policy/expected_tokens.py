@@ -200,7 +200,7 @@ class ThroughputEstimate:
     """
 
     balance: Float[Array, ""]
-    """Steps gained over plain decoding, plus the stake: the most that drafts may lose."""
+    """Steps gained over plain decoding, plus the stake: the maximum loss of drafts."""
     tokens: Float[Array, ""]
     """Tokens that a sequence expected of recent rounds with the model's drafts; 0: the model was never asked."""
     cost: Float[Array, ""]

@@ -109,7 +109,7 @@ def test_corrected_costs_are_filed(cache):
     book, work = CostBook(), session()
     book.price(work)
     done = RoundCounts((40, *[0] * (len(work.plan.widths) - 1)), 7)
-    expected = float(done.spent(book.price(work)[0].drafter.costs).sum())
+    expected = float(done.expected_seconds(book.price(work)[0].drafter.costs).sum())
     book.learn(work, done, 1.02 * expected)
     assert (
         book.price(work)[1]["verify"]["1"] > 1 and json.loads(path.read_text())["costs"][work.key]["verify"]["1"] == 1
@@ -117,7 +117,7 @@ def test_corrected_costs_are_filed(cache):
     for _ in range(12):
         book.learn(work, done, 1.3 * expected)
     priced, entry = book.price(work)
-    assert float(done.spent(priced.drafter.costs).sum()) == pytest.approx(1.3 * expected, rel=0.05)
+    assert float(done.expected_seconds(priced.drafter.costs).sum()) == pytest.approx(1.3 * expected, rel=0.05)
     filed = json.loads(path.read_text())["costs"][work.key]
     assert filed["verify"]["1"] == pytest.approx(entry["verify"]["1"], rel=0.06) and filed["verify"]["1"] > 1.1
 
@@ -128,7 +128,7 @@ def test_rounds_are_counted_by_their_widths():
 
     counts = RoundCounts.of([log([1, 4, 8, 8], [0, 0, 2, 1]), log([1, 4], [0, 1])], (1, 4, 8))
     assert counts == RoundCounts((1, 1, 2), 4)
-    assert counts.spent(Costs.of([1, 2, 4], 0.25)).tolist() == [1, 2, 8, 1]
+    assert counts.expected_seconds(Costs.of([1, 2, 4], 0.25)).tolist() == [1, 2, 8, 1]
 
 
 def test_a_file_can_say_the_costs(tmp_path, cache):

@@ -139,9 +139,9 @@ class Service:
           RequestError: a request that cannot be served.
         """
         template, prompts, samples = isinstance(request, ChatRequest), request.prompts, request.n
-        most = min(self.options.max_choices, self.options.waiting)
-        if len(prompts) * samples > most:
-            message = f"n: {len(prompts) * samples} answers are requested; this server gives at most {most}"
+        limit = min(self.options.max_choices, self.options.waiting)
+        if len(prompts) * samples > limit:
+            message = f"n: {len(prompts) * samples} answers are requested; this server gives at most {limit}"
             raise RequestError(message, param="n")
         try:
             encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]

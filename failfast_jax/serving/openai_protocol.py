@@ -16,7 +16,7 @@ from failfast_jax.serving.answer import Finished, Piece
 from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-MOST_STOPS, MOST_LOGPROBS = 16, 20
+MAX_STOPS, MAX_LOGPROBS = 16, 20
 SEEDS = 2**32
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -131,8 +131,8 @@ class _Request(_Body):
     def _list_stops(self) -> _Request:
         """Makes `stop` a list, and checks it."""
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        if len(self.stop) > MOST_STOPS or not all(self.stop):
-            raise ValueError(f"stop: must be at most {MOST_STOPS} strings, none of them empty")
+        if len(self.stop) > MAX_STOPS or not all(self.stop):
+            raise ValueError(f"stop: must be at most {MAX_STOPS} strings, none of them empty")
         return self
 
 
@@ -140,7 +140,7 @@ class CompletionRequest(_Request):
     """One or several texts to continue as they are, without a chat template."""
 
     prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -191,7 +191,7 @@ class ChatRequest(_Request):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**30, description="counts before max_tokens")
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:

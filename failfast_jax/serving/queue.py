@@ -37,8 +37,8 @@ IDLE_S = 1.0
 class QueueFull(Exception):
     """The maximum number of requests waits already; try again in `seconds`."""
 
-    def __init__(self, most: int, seconds: float):
-        super().__init__(f"the queue is full: waiting requests: {most}")
+    def __init__(self, limit: int, seconds: float):
+        super().__init__(f"the queue is full: waiting requests: {limit}")
         self.seconds = seconds
 
 
@@ -55,8 +55,8 @@ class Queue:
     Args:
       engine: models and tokenizer. It must not be used otherwise while the queue is open.
       config: method, its options, `acceptance` and `exact` of all requests, and defaults of each request's fields.
-      capacity: maximum tokens of a prompt and its answer together; None: 1024, or the engine's `max_seq_len`.
-      waiting: maximum requests without a row.
+      capacity: maximum number of tokens in a prompt and its answer together; None: 1024, or the engine's `max_seq_len`.
+      waiting: maximum number of requests without a row.
       rows: other fields of `RowSettings`; `logprobs` is the maximum of other tokens' log-probabilities that a request
         may ask for (None: not even its own).
 
@@ -91,11 +91,11 @@ class Queue:
         self.compilations = self._counting.enter_context(count_compiles())
         self.scheduler = Scheduler(engine.runtime, engine.build_drafter(self.config), settings)
         self.error: BaseException | None = None
-        self._most_waiting, self._submitted = waiting, 0
+        self._max_waiting, self._submitted = waiting, 0
         # No token is longer than the longest. Megabytes are refused before they are tokenized, which would delay all
         # other requests.
         names = () if engine.tokenizer is None else engine.tokenizer.get_vocab()
-        self._most_characters = self.capacity * max(map(len, names), default=0)
+        self._max_characters = self.capacity * max(map(len, names), default=0)
         self._lock, self._encoding, self._wake = threading.Lock(), threading.Lock(), threading.Event()
         self._open = True
         self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
@@ -129,9 +129,9 @@ class Queue:
         Raises:
           PromptError: see there; `PromptTooLong`: it leaves no room for an answer.
         """
-        if (length := characters(prompt)) > self._most_characters > 0:
-            most = f"{self.capacity} tokens, those of its answer among them, spell at most {self._most_characters}"
-            raise PromptTooLong(f"the prompt has {length} characters; {most}")
+        if (length := characters(prompt)) > self._max_characters > 0:
+            limit = f"{self.capacity} tokens, those of its answer among them, spell at most {self._max_characters}"
+            raise PromptTooLong(f"the prompt has {length} characters; {limit}")
         with self._encoding:
             ids = self.engine.encode(prompt, template=template)
         if len(ids) >= self.capacity:
@@ -171,8 +171,8 @@ class Queue:
         if stop and self.engine.tokenizer is None:
             raise OptionError("stop strings: the model has no tokenizer")
         if logprobs is not None and not 0 <= logprobs <= (-1 if self.logprobs is None else self.logprobs):
-            most = "none" if self.logprobs is None else f"at most {self.logprobs}"
-            raise OptionError(f"logprobs {logprobs}: this server keeps {most}; start it with --logprobs n")
+            limit = "none" if self.logprobs is None else f"at most {self.logprobs}"
+            raise OptionError(f"logprobs {logprobs}: this server keeps {limit}; start it with --logprobs n")
         ids = self.encode(prompt)
         config = dataclasses.replace(self.config, **options)
         config.validate()
@@ -183,9 +183,9 @@ class Queue:
             if not self.healthy:
                 raise self._closed()
             # Free rows will take some of the waiting requests.
-            if self.unfinished >= self.batch + self._most_waiting:
+            if self.unfinished >= self.batch + self._max_waiting:
                 counts = self.scheduler.counts
-                raise QueueFull(self._most_waiting, min(max(counts.decode_seconds / max(counts.ended, 1), 1.0), 60.0))
+                raise QueueFull(self._max_waiting, min(max(counts.decode_seconds / max(counts.ended, 1), 1.0), 60.0))
             self._submitted += 1
             self.scheduler.submit(answer)
         self._wake.set()

@@ -24,7 +24,7 @@ ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before anything else; with no more files to open, each try ends in a report."""
 KEEP_ALIVE_S = 75
 """Time limit of an idle connection: longer than clients', so that none uses a connection that closes."""
-MOST, LEAST = 4096, 4
+MAX_CONNECTIONS, MIN_CONNECTIONS = 4096, 4
 """Bounds of the number of connections, for any limit of open files."""
 RESERVED = 32
 """Open files that are left to everything else, and to connections that are still being closed."""
@@ -37,12 +37,12 @@ def room() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = Path("/proc/self/fd")
     used = len(os.listdir(files)) if files.is_dir() else RESERVED
-    left = MOST if limit == resource.RLIM_INFINITY else limit - used - RESERVED
-    return max(LEAST, min(left, MOST))
+    left = MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else limit - used - RESERVED
+    return max(MIN_CONNECTIONS, min(left, MAX_CONNECTIONS))
 
 
 class Connection(H11Protocol):
-    """Uvicorn's protocol, for `most` connections: of more, the one that has waited longest for its client is closed.
+    """Uvicorn's protocol, for `max_connections`: of more, the one that has waited longest for its client is closed.
 
     So clients that send nothing, that send slowly, or that do not read their answers keep nobody out. If no connection
     waits, the new one is closed.
@@ -51,9 +51,9 @@ class Connection(H11Protocol):
       since: time of the last data, of the last answer, or of the last full buffer.
     """
 
-    def __init__(self, *, most: int, **options: Any):
+    def __init__(self, *, max_connections: int, **options: Any):
         super().__init__(**options)
-        self._most, self.since = most, self.loop.time()
+        self._max_connections, self.since = max_connections, self.loop.time()
 
     @property
     def waits(self) -> bool:
@@ -64,7 +64,7 @@ class Connection(H11Protocol):
         """Makes room if there are too many connections."""
         super().connection_made(transport)
         others = [other for other in self.connections if other is not self and not other.transport.is_closing()]
-        if len(others) >= self._most:
+        if len(others) >= self._max_connections:
             waiting = (other for other in others if other.waits)
             min(waiting, key=lambda other: other.since, default=self).transport.abort()
 
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
     def __init__(self, queue: Queue, options: ServeOptions, model: str):
         config = uvicorn.Config(
             build_app(queue, options, model),
-            http=functools.partial(Connection, most=room()),
+            http=functools.partial(Connection, max_connections=room()),
             ws="none",
             lifespan="off",
             loop="asyncio",  # with uvloop, a process of some hundreds missed its signal

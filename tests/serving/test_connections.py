@@ -89,7 +89,8 @@ def test_a_client_that_does_not_read_makes_room(site, connect):
 
 def test_room_is_what_the_limit_of_open_files_leaves(monkeypatch):
     used = len(os.listdir("/proc/self/fd"))
-    for limit, expected in ((10, server.LEAST), (used + 132, 100), (2**20, server.MOST), (-1, server.MOST)):
+    least, most = server.MIN_CONNECTIONS, server.MAX_CONNECTIONS
+    for limit, expected in ((10, least), (used + 132, 100), (2**20, most), (-1, most)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert abs(server.room() - expected) <= 3
 

@@ -293,7 +293,9 @@ def test_a_long_prompt_is_prefilled_while_others_go_on():
     assert all(len(answer.result().output_ids) == 8 for answer in answers)
 
 
-@pytest.mark.parametrize("place", ["session.advance", "session.rounds_of", "single.chunks", "single.start"])
+@pytest.mark.parametrize(
+    "place", ["session.advance", "session.rounds_of", "prefill_session.chunks", "prefill_session.start"]
+)
 def test_a_thread_that_fails_ends_all_requests(monkeypatch, place):
     """Also the one whose prefill failed, and the one whose answer had just ended."""
     work = new_queue()

@@ -30,19 +30,19 @@ WITHOUT_MODEL, WITH_MODEL = -1, 1  # values of `Costs.ask`: the drafter's model 
 MIN_PASS_STEPS = 0.01  # lower bound of the cost of a round's drafter passes, in plain steps (rounds of one row)
 MAX_COST_S = 1e6  # upper bound of a cost, seconds
 
-# Relative standard errors.
+# Relative standard errors, and their correlation.
 PRIOR_ERROR = 0.1  # of a freshly measured cost
 DRIFT_ERROR = 0.01  # of its change between two answers
 TIMING_ERROR = 0.05  # of one answer's time
 CORRELATION = 0.5  # between the errors of two costs
 
-OUTLIER_RATIO = (
-    1.4  # of an answer's time to the expected time, or the inverse: from here on it is an outlier, and corrects nothing
-)
+# Ratios of new to old seconds; their inverses count alike.
+OUTLIER_RATIO = 1.4  # of an answer's time to the expected one: from here on it is an outlier, and corrects nothing
 MAX_OUTLIERS = 3  # outliers in a row after which costs are measured again
-SAVE_RATIO = 1.05  # of a cost to the saved one, or the inverse: beyond it costs are saved again
+SAVE_RATIO = 1.05  # of a cost to the saved one: beyond it costs are saved again
+
 FILE = "failfast_costs.json"
-THIS_MACHINE = ("device", "processor", "cores")
+THIS_MACHINE = ("device", "processor", "cores")  # fields of `machine` in which saved costs must agree with it
 
 Entry = dict[str, Any]
 """Costs as JSON: `verify` (seconds by number of rows) and `draft` (seconds); in the file `date`, for users `source`."""

@@ -413,7 +413,7 @@ def published_passes(measured: published_speeds.Measurement, tp: int) -> publish
     plain, verify = (milliseconds(compiler.one_pass(target, width, width), target, width) for width in (step, rows))
     draft = milliseconds(compiler.one_draft(rows), layers, rows)
     if network.markov is not None:  # token after token, each with the whole matrix
-        read = network.config.rows * nbytes(network.markov.w2)
+        read = network.config.max_block_draft * nbytes(network.markov.w2)
         draft += 1e3 * read / (compiler.chip.bandwidth * compiler.chip.streaming)
     return published_speeds.Passes(plain, verify, draft)
 

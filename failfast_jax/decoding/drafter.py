@@ -25,7 +25,7 @@ class DraftShape:
       has_model: `prefill` has something to do.
       tree: drafts are trees (`Draft.tree`), which have a verifier of their own.
       uses_costs: drafts carry the tokens and seconds that their round is expected to take (`policy.auto_choice`).
-      max_prefix: longest draft of another source that `draft` continues (`decoding.expansion.Grow`); 0: none.
+      max_prefix: longest draft of another source that `draft` continues (`decoding.expansion.ChunkedDrafter`); 0: none.
     """
 
     longest: int = 0

@@ -1,8 +1,7 @@
 """Algorithm 1 of "Fail Fast, Win Big": spend one pass on a chunk, and draft on while the drafter stays confident.
 
-`Grow` is the loop. A drafter supplies the tokens of one pass (`Grow.look`), and a rule decides when to stop
-(`decoding.stopping`). The schedule `aligned`, which fills one block in several passes, has a loop of its own:
-`drafters.aligned`.
+`ChunkedDrafter` is the loop. A drafter supplies the tokens of one pass (`draft_chunk`), and a rule decides when to stop
+(`decoding.stopping`). `drafters.aligned`, which fills one block in several passes, has a loop of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from failfast_jax.decoding.stopping import DraftSoFar, Never, StopRule
 
 @flax.struct.dataclass
 class Chunk:
-    """Tokens that one pass of a drafter adds to the drafts."""
+    """Tokens that one pass of a drafter adds to the drafts: a whole chunk or a part of one, N at most."""
 
     tokens: Int[Array, "B N"]
     confidence: Float[Array, "B N"]
@@ -34,28 +33,30 @@ class Chunk:
 
 
 @flax.struct.dataclass
-class Growth:
-    """Drafts while they grow: the carry of the expansion."""
+class ExpansionState:
+    """Carry of the loop: drafts, in buffers for the longest, and the drafter's state."""
 
     draft: Draft
     growing: Bool[Array, " B"]
+    """Drafts that the next pass extends."""
     state: Any
-    """The drafter's."""
+    """State of the drafter."""
 
-    def with_chunk(self, new: Chunk) -> Growth:
-        """Returns the drafts, those that still grow longer by `new`."""
-        draft, offsets = self.draft, jnp.arange(new.tokens.shape[1])
-        count = jnp.where(self.growing, new.count, 0)
+    def with_chunk(self, chunk: Chunk) -> ExpansionState:
+        """Returns the state with `chunk` at the end of each growing draft."""
+        # M 10, draft length 3, count 2 of 4 tokens: slots 3 4 10 10, and writes to slot 10 are dropped.
+        draft, offsets = self.draft, jnp.arange(chunk.tokens.shape[1])
+        count = jnp.where(self.growing, chunk.count, 0)
         slots = jnp.where(offsets < count[:, None], draft.length[:, None] + offsets, draft.tokens.shape[1])
-        everyone = jnp.arange(slots.shape[0])[:, None]
+        sequences = jnp.arange(slots.shape[0])[:, None]
 
         def put(buffer: Array, values: Array) -> Array:
-            return buffer.at[everyone, slots].set(values, mode="drop")
+            return buffer.at[sequences, slots].set(values, mode="drop")
 
         draft = draft.replace(
-            tokens=put(draft.tokens, new.tokens),
-            confidence=put(draft.confidence, new.confidence),
-            q=None if new.q is None else put(draft.q, new.q),
+            tokens=put(draft.tokens, chunk.tokens),
+            confidence=put(draft.confidence, chunk.confidence),
+            q=None if chunk.q is None else put(draft.q, chunk.q),
             length=draft.length + count,
             passes=draft.passes + self.growing,
         )
@@ -63,11 +64,11 @@ class Growth:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Grow(Drafter):
+class ChunkedDrafter(Drafter):
     """Algorithm 1 over any source of tokens: drafts grow chunk by chunk until the rule stops them or no chunk fits.
 
-    A drafter that grows inherits from this class and from the one that keeps its model's cache. It supplies `look`, a
-    field `spec_len` (tokens of a chunk), a state with a field `memory`, and `vocab_size`.
+    A subclass also inherits from the class that keeps its model's cache. It supplies `draft_chunk`, `shape`, fields
+    `model` and `spec_len`, and a state with a field `memory`; `vocab_size` if `q` is not over `model.config`'s.
     """
 
     rule: StopRule = Never()
@@ -81,12 +82,12 @@ class Grow(Drafter):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the distributions that sampled drafts carry."""
+        """Size of the vocabulary that `q` of sampled drafts is over."""
         return self.model.config.vocab_size
 
-    def look(self, committed: Committed, growth: Growth) -> tuple[Chunk, Any]:
+    def draft_chunk(self, committed: Committed, expansion: ExpansionState) -> tuple[Chunk, Any]:
         """Makes one forward pass of the drafter's model over the batch. Returns the tokens that it adds to the drafts,
-        a chunk or a part of one, and the new `growth.state`."""
+        and the drafter's state after it."""
         raise NotImplementedError
 
     def propose(
@@ -94,19 +95,19 @@ class Grow(Drafter):
         logits: Float[Array, "B N U"],
         positions: Int[Array, "B N"],
         committed: Committed,
-        confidence: bool = True,
+        with_confidence: bool = True,
     ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Float[Array, "B N U"] | None]:
-        """Returns tokens for `positions`, their confidences, and the distributions that they were drawn from, if
-        `sampled`.
+        """Returns tokens for `positions`, their confidences, and the distributions that they were drawn from (None
+        unless `sampled`).
 
         The confidence is that of the best token even where another one was drawn: a draft's length must not depend on
-        the draw. It is None where it is not asked for (`confidence`); then no softmax is computed.
+        the draw. Without `with_confidence` it is None, and no softmax is computed.
         """
-        best, share = argmax(logits, confidence=True) if confidence else (argmax(logits), None)
+        best, confidence = argmax(logits, confidence=True) if with_confidence else (argmax(logits), None)
         if not self.sampled:
-            return best, share, None
+            return best, confidence, None
         tokens, q = sample_draft(logits, positions, committed.sampling, self.model.execution)
-        return tokens, share, q
+        return tokens, confidence, q
 
     def init(self, batch, capacity):
         return super().init(batch, capacity).replace(memory=self.rule.init(batch))
@@ -114,42 +115,42 @@ class Grow(Drafter):
     def commit(self, state, outcome):
         return super().commit(state, outcome).replace(memory=self.rule.learn(state.memory, outcome))
 
-    # chunk 4, begun 2, longest 10, a source of one token per pass:
-    #   drafted   3  4  5  6 | 7  8  9 10    after each pass
-    #   whole     -  -  -  x   -  -  -  x    the rule is asked
-    #   newest             2            6    first token of the chunk that the rule looks at
-    # A source of 4 tokens per pass drafts 6, then 10. With longest 9 the second chunk is whole at 9.
-    def draft(self, state: Any, committed: Committed, begun: Draft | None = None) -> tuple[Draft, Any]:
-        """See `Drafter.draft`. The drafts go on from `begun`: up to `shape.max_prefix` tokens of another source."""
+    def draft(self, state: Any, committed: Committed, prefix: Draft | None = None) -> tuple[Draft, Any]:
+        """See `Drafter.draft`. The drafts continue `prefix`: up to `shape.max_prefix` tokens of another source."""
         batch, longest = committed.length.shape[0], self.shape.longest
-        begun = Draft.empty(batch, 0) if begun is None else begun
+        prefix = Draft.empty(batch, 0) if prefix is None else prefix
 
-        def fits(drafted: Int[Array, " B"]) -> Bool[Array, " B"]:
+        def fits_more(drafted: Int[Array, " B"]) -> Bool[Array, " B"]:
             least = 1 if self.short_last_chunk else self.spec_len
             return (drafted + least <= longest) & (drafted < committed.room)
 
-        def grow(growth: Growth) -> Growth:
-            new, after = self.look(committed, growth)
-            longer = growth.with_chunk(new).replace(state=after)
+        def add_chunk(expansion: ExpansionState) -> ExpansionState:
+            chunk, drafter_state = self.draft_chunk(committed, expansion)
+            longer = expansion.with_chunk(chunk).replace(state=drafter_state)
             drafted = longer.draft.length
-            added = drafted - begun.length
-            whole = (new.count > 0) & ((added % self.spec_len == 0) | (drafted == longest))
-            newest = begun.length + (added - 1) // self.spec_len * self.spec_len
+            # spec_len 4, prefix 2, longest 10, a source of one token per pass:
+            #   drafted           3  4  5  6 | 7  8  9 10    after each pass
+            #   completes_chunk   -  -  -  x   -  -  -  x    the rule is asked
+            #   newest                     2            6    first token of the chunk that the rule looks at
+            # A source of 4 tokens per pass drafts 6, then 10. With longest 9 the second chunk is complete at 9.
+            added = drafted - prefix.length
+            completes_chunk = (chunk.count > 0) & ((added % self.spec_len == 0) | (drafted == longest))
+            newest = prefix.length + (added - 1) // self.spec_len * self.spec_len
             so_far = DraftSoFar(longer.draft.tokens, longer.draft.confidence, drafted, newest)
-            stopped = whole & (self.rule.stops(so_far, growth.state.memory) | ~fits(drafted))
+            stopped = completes_chunk & (self.rule.stops(so_far, expansion.state.memory) | ~fits_more(drafted))
             if self.ends_at_stop_token and not self.sampled:
-                added_columns = jnp.arange(new.tokens.shape[1]) < new.count[:, None]
-                stopped |= (added_columns & is_stop(new.tokens, committed.eos)).any(1)
-            return longer.replace(growing=growth.growing & ~stopped)
+                in_chunk = jnp.arange(chunk.tokens.shape[1]) < chunk.count[:, None]
+                stopped |= (in_chunk & is_stop(chunk.tokens, committed.eos)).any(1)
+            return longer.replace(growing=expansion.growing & ~stopped)
 
-        spare = ((0, 0), (0, longest - begun.tokens.shape[1]))
-        buffers = begun.replace(
-            tokens=jnp.pad(begun.tokens, spare),
-            confidence=jnp.pad(begun.confidence, spare),
-            passes=jnp.zeros_like(begun.length),
+        spare = ((0, 0), (0, longest - prefix.tokens.shape[1]))
+        buffers = prefix.replace(
+            tokens=jnp.pad(prefix.tokens, spare),
+            confidence=jnp.pad(prefix.confidence, spare),
+            passes=jnp.zeros_like(prefix.length),
             q=jnp.zeros((batch, longest, self.vocab_size)) if self.sampled else None,
         )
-        start = Growth(buffers, committed.running & fits(begun.length), state)
-        end = jax.lax.while_loop(lambda growth: jnp.any(growth.growing), grow, start)
+        start = ExpansionState(buffers, committed.running & fits_more(prefix.length), state)
+        end = jax.lax.while_loop(lambda expansion: jnp.any(expansion.growing), add_chunk, start)
         length = jnp.where(committed.running, jnp.minimum(end.draft.length, committed.room), 0)
         return end.draft.replace(length=length), end.state

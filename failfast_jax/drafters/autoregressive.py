@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from failfast_jax.decoding.drafter import DraftShape
-from failfast_jax.decoding.expansion import Chunk, Grow
+from failfast_jax.decoding.expansion import Chunk, ChunkedDrafter
 from failfast_jax.decoding.picking import forbid
 from failfast_jax.decoding.windows import gather_rows, gather_window, narrowest, place
 from failfast_jax.drafters.block_diffusion import BlockDrafter
@@ -22,7 +22,7 @@ CATCH_UP = 64
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Autoregressive(Grow, BlockDrafter):
+class Autoregressive(ChunkedDrafter, BlockDrafter):
     """Drafts one token per pass: `spec_len` tokens, or more while its rule lets it. Greedy at every temperature, unless
     `sampled`.
 
@@ -52,24 +52,24 @@ class Autoregressive(Grow, BlockDrafter):
     def describe(self):
         return {"kind": "ar", "spec_len": self.spec_len, "grows": self.max_spec_len is not None}
 
-    def look(self, committed, growth):
+    def draft_chunk(self, committed, expansion):
         """Reads all tokens before the next position that are new to the model: one, two after a draft that was accepted
         whole, more after rounds without a draft."""
-        cache, cached = growth.state.cache, growth.state.cached
-        front = committed.length + growth.draft.length
+        cache, cached = expansion.state.cache, expansion.state.cached
+        front = committed.length + expansion.draft.length
         new, widest = front - cached, self.widths[-1]
-        drafted = jnp.arange(self.max_draft) < growth.draft.length[:, None]
-        text = place(committed.tokens, committed.length, growth.draft.tokens, drafted)
+        drafted = jnp.arange(self.max_draft) < expansion.draft.length[:, None]
+        text = place(committed.tokens, committed.length, expansion.draft.tokens, drafted)
 
         def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
-            live = jnp.max(jnp.where(growth.growing, cached + width, 0))
+            live = jnp.max(jnp.where(expansion.growing, cached + width, 0))
             hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
             return gather_rows(hidden, jnp.clip(front - 1 - cached, 0, width - 1)[:, None]), cache
 
-        most = jnp.max(jnp.where(growth.growing, new, 0))
+        most = jnp.max(jnp.where(expansion.growing, new, 0))
         nothing = jnp.zeros((front.shape[0], 1, self.model.config.hidden_size), self.model.dtype)
         hidden, cache = narrowest(self.widths, most, over, (nothing, cache))
         logits = forbid(self.model.logits_of(hidden), None, self.vocab)
-        cached = jnp.where(growth.growing, cached + jnp.minimum(new, widest), cached)
-        state = growth.state.replace(cache=cache, cached=cached)
+        cached = jnp.where(expansion.growing, cached + jnp.minimum(new, widest), cached)
+        state = expansion.state.replace(cache=cache, cached=cached)
         return Chunk(*self.propose(logits, front[:, None], committed), (new <= widest).astype(jnp.int32)), state

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.expansion import Chunk, Grow
+from failfast_jax.decoding.expansion import Chunk, ChunkedDrafter
 from failfast_jax.decoding.picking import argmax, forbid
 from failfast_jax.decoding.unmasking import to_fill
 from failfast_jax.decoding.windows import gather_rows, gather_window, narrowest, place
@@ -148,7 +148,7 @@ class BlockDrafter(Drafter):
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Wide(Grow, BlockDrafter):
+class Wide(ChunkedDrafter, BlockDrafter):
     """Each pass fills the next `spec_len` positions at once; they keep that confidence.
 
     The draft grows while its rule lets it and another chunk fits `max_spec_len`.
@@ -161,12 +161,12 @@ class Wide(Grow, BlockDrafter):
         lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
         return self.shaped(*lengths, max_prefix=0 if self.sampled else lengths[-1] - self.spec_len)
 
-    def look(self, committed, growth):
-        draft = growth.draft
+    def draft_chunk(self, committed, expansion):
+        draft = expansion.draft
         front = committed.length + draft.length
         drafted = jnp.arange(self.max_draft) < draft.length[:, None]
         text = place(self.masked_text(committed), committed.length, draft.tokens, drafted)
-        logits, lags, state = self.block_pass(growth.state, text, front, growth.growing)
+        logits, lags, state = self.block_pass(expansion.state, text, front, expansion.growing)
         positions = front[:, None] + jnp.arange(self.spec_len)
         return Chunk(*self.propose(logits, positions, committed), jnp.where(lags, 0, self.spec_len)), state
 

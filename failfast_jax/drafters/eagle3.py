@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.expansion import Chunk, Grow, Growth
+from failfast_jax.decoding.expansion import Chunk, ChunkedDrafter, ExpansionState
 from failfast_jax.decoding.token_tree import best_nodes, deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window, when
 from failfast_jax.kernels.attention_window import TreeMask
@@ -78,7 +78,7 @@ class EagleDrafter(Drafter):
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class EagleChain(Grow, EagleDrafter):
+class EagleChain(ChunkedDrafter, EagleDrafter):
     """Drafts one token a pass: `spec_len` tokens, and on while its rule lets it and another chunk fits `max_spec_len`.
 
     Greedy at every temperature, unless `sampled`.
@@ -97,29 +97,29 @@ class EagleChain(Grow, EagleDrafter):
     def vocab_size(self) -> int:
         return self.model.embed.shape[0]
 
-    def draft(self, state, committed, begun=None):
-        return super().draft(state, committed.replace(running=committed.running & (committed.length > 1)), begun)
+    def draft(self, state, committed, prefix=None):
+        return super().draft(state, committed.replace(running=committed.running & (committed.length > 1)), prefix)
 
-    def look(self, committed, growth):
+    def draft_chunk(self, committed, expansion):
         # All drafts that grow have the same length: the first token needs no pass, its hidden state is there.
-        longer = jnp.any(growth.growing & (growth.draft.length > 0))
-        state = when(longer, functools.partial(self._over_newest, committed, growth), growth.state)
+        longer = jnp.any(expansion.growing & (expansion.draft.length > 0))
+        state = when(longer, functools.partial(self._over_newest, committed, expansion), expansion.state)
         logits = self.model.network.logits_of(state.hidden)[:, None]
         if self.sampled:  # distributions are over the target's ids
             nowhere = jnp.full((*logits.shape[:2], self.vocab_size), -jnp.inf)
             logits = nowhere.at[..., self.model.draft_ids].set(logits)
-        positions = (committed.length + growth.draft.length)[:, None]
+        positions = (committed.length + expansion.draft.length)[:, None]
         tokens, confidence, q = self.propose(logits, positions, committed)
         if not self.sampled:
             tokens = self.model.draft_ids[tokens]
-        return Chunk(tokens, confidence, q, jnp.ones_like(growth.draft.length)), state
+        return Chunk(tokens, confidence, q, jnp.ones_like(expansion.draft.length)), state
 
-    def _over_newest(self, committed: Committed, growth: Growth, state: EagleState) -> EagleState:
+    def _over_newest(self, committed: Committed, expansion: ExpansionState, state: EagleState) -> EagleState:
         """The pass over each draft's newest token. `commit` puts the hidden state of final pairs back."""
-        newest = jnp.maximum(growth.draft.length - 1, 0)  # a draft of no tokens must not touch final pairs
+        newest = jnp.maximum(expansion.draft.length - 1, 0)  # a draft of no tokens must not touch final pairs
         start = committed.length - 1 + newest
-        tokens = jnp.take_along_axis(growth.draft.tokens, newest[:, None], axis=1)
-        live = jnp.max(jnp.where(growth.growing, start + 1, 0))
+        tokens = jnp.take_along_axis(expansion.draft.tokens, newest[:, None], axis=1)
+        live = jnp.max(jnp.where(expansion.growing, start + 1, 0))
         out, cache = self.model.network.pairs(self.model.embed[tokens], state.hidden[:, None], state.cache, start, live)
         return state.replace(cache=cache, hidden=out[:, 0])
 

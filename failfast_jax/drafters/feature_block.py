@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.expansion import Chunk, Grow, Growth
+from failfast_jax.decoding.expansion import Chunk, ChunkedDrafter, ExpansionState
 from failfast_jax.decoding.token_tree import take_slots
 from failfast_jax.decoding.windows import gather_rows, narrowest, when, write_rows
 from failfast_jax.models.block_network import DSparkModel
@@ -22,33 +22,34 @@ from failfast_jax.models.kv_cache import KVCache, round_up
 ROWS = 8
 """Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""
 STORES = (8, 32, 64)
-"""Positions that are stored at once."""
+"""Widths of the passes that store pending features, in positions."""
 PENDING = STORES[-1]
-"""Positions whose features can wait to be stored."""
+"""Maximum number of positions whose features wait to be stored."""
 
 
 @flax.struct.dataclass
 class FeatureState:
-    """State of the drafter."""
+    """Cache of a feature-block drafter, and the target's features that are not in it yet."""
 
     cache: KVCache
-    """Keys and values projected from the features of all committed positions but the last."""
+    """Keys and values projected from the features of the first `stored` positions."""
     features: Float[Array, "B F E"]
     """Features of position length - 2; zeros while there is none."""
     pending: Float[Array, "B pending F E"]
-    """Features of positions `stored ... length - 2`, which the cache lacks so far; P is 0 where none wait."""
+    """Features of positions `stored .. length - 2`, not yet in the cache: `PENDING` slots, none unless `deferred`."""
     stored: Int[Array, " B"]
+    """Leading positions that the cache holds, at most length - 1."""
     memory: Any = ()
-    """The stopping rule's."""
+    """Memory of the stopping rule."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class FeatureDrafter(Drafter):
-    """The part of the drafter that keeps its model's cache: the model, and the features that it reads."""
+    """Base of drafters that read the target's features: keeps their model's cache of these."""
 
     model: DSparkModel
     deferred: bool = flax.struct.field(pytree_node=False, default=False)
-    """Store the features of many rounds at once, when a draft needs them: worth it where many rounds draft nothing."""
+    """True to store the features of many rounds at once, when a draft needs them: pays if many rounds draft nothing."""
 
     def init(self, batch, capacity):
         network, dtype = self.model.network, self.model.dtype
@@ -61,12 +62,13 @@ class FeatureDrafter(Drafter):
         )
 
     def prefill(self, state, committed, start, width, features):
-        at = committed.length - 2 - start
-        inside = (at >= 0) & (at < width)
-        last = take_slots(features, jnp.clip(at, 0, width - 1)[:, None])[:, 0]
+        # length 13, width 8: position 11 = 13 - 2 is row 11 of the chunk from 0 (outside), row 3 of the chunk from 8.
+        row = committed.length - 2 - start
+        inside = (row >= 0) & (row < width)
+        newest = take_slots(features, jnp.clip(row, 0, width - 1)[:, None])[:, 0]
         return state.replace(
             cache=self.model.network.store(features, state.cache, jnp.full_like(committed.length, start)),
-            features=jnp.where(inside[:, None, None], last, state.features),
+            features=jnp.where(inside[:, None, None], newest, state.features),
             stored=committed.length - 1,
         )
 
@@ -75,17 +77,20 @@ class FeatureDrafter(Drafter):
 
     def commit(self, state, outcome):
         before, after, features = outcome.before, outcome.after, outcome.features
+        # length 10 -> 13, stored 7: `pending` holds 7 8; `features` are of positions 9 10 11 12, the first 3 final.
+        # They go to slots 9 - 7 = 2 and up; `newest` is row 2, position 11 = 13 - 2.
         count = after.length - before.length
-        last = take_slots(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
-        state = state.replace(features=jnp.where((count > 0)[:, None, None], last, state.features))
+        newest = take_slots(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
+        state = state.replace(features=jnp.where((count > 0)[:, None, None], newest, state.features))
         rows = features.shape[1]
+        # With 64 slots and verifies of more than 32 rows, two rounds do not fit: store at once.
         if not self.deferred or 2 * rows > PENDING:
             cache = self.model.network.store(features, state.cache, before.length - 1)
             return state.replace(cache=cache, stored=after.length - 1)
-        at = before.length - 1 - state.stored
+        slot = before.length - 1 - state.stored
 
         def write(width: int, pending: Array) -> Array:
-            return write_rows(pending, features[:, :width], at)
+            return write_rows(pending, features[:, :width], slot)
 
         # Features are wide: after a plain step, only the row that matters is moved.
         pending = narrowest((1, rows), jnp.max(count), write, state.pending)
@@ -93,22 +98,22 @@ class FeatureDrafter(Drafter):
         return self.store_pending(state.replace(pending=pending), after, no_room)
 
     def store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
-        """With nothing pending, if `condition`."""
+        """Returns the state with all pending features stored in the cache, if `condition`; else as it is."""
 
         def store(width: int, cache: KVCache) -> KVCache:
             return self.model.network.store(state.pending[:, :width], cache, state.stored)
 
-        most = jnp.max(committed.length - 1 - state.stored)
-        cache = when(condition, functools.partial(narrowest, STORES, most, store), state.cache)
+        needed = jnp.max(committed.length - 1 - state.stored)
+        cache = when(condition, functools.partial(narrowest, STORES, needed, store), state.cache)
         return state.replace(cache=cache, stored=jnp.where(condition, committed.length - 1, state.stored))
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class DSparkDrafter(Grow, FeatureDrafter):
-    """Each pass drafts the next `spec_len` tokens, at most a block's; the draft grows while its rule lets it.
+class FeatureBlockDrafter(ChunkedDrafter, FeatureDrafter):
+    """Drafts with DFlash and DSpark models: `spec_len` tokens per pass, at most a block's, while its rule lets it.
 
-    A pass over a later block sees the tokens drafted before as known rows. Where there is a Markov head, tokens are
-    chosen row after row, each corrected for the one before it.
+    A pass (`draft_chunk`) runs the network over the draft so far and masks (`_hidden`), and chooses tokens from the
+    masks' rows (`_choose`): with a Markov head from left to right, each corrected for the one before it.
     """
 
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
@@ -120,10 +125,10 @@ class DSparkDrafter(Grow, FeatureDrafter):
     @property
     def shape(self) -> DraftShape:
         longest = self.max_spec_len
-        whole = (*range(self.spec_len, longest, self.spec_len), longest)
+        lengths = (*range(self.spec_len, longest, self.spec_len), longest)
         return DraftShape(
             longest=longest,
-            lengths=whole if self.cut is None else tuple(range(longest + 1)),
+            lengths=lengths if self.cut is None else tuple(range(longest + 1)),
             window=max(self.block_rows, PENDING if self.deferred else 0),
             feature_layers=self.model.feature_layers,
             has_model=True,
@@ -138,77 +143,77 @@ class DSparkDrafter(Grow, FeatureDrafter):
     def block_rows(self) -> int:
         """Rows of the widest pass."""
         config = self.model.config
-        return round_up(config.block_size * -(-(self.max_spec_len + config.own_row) // config.block_size), ROWS)
+        return round_up(round_up(self.max_spec_len + config.own_row, config.block_size), ROWS)
 
-    def draft(self, state, committed, begun=None):
+    def draft(self, state, committed, prefix=None):
         if self.deferred:
-            lacking = jnp.any(committed.running & (state.stored < committed.length - 1))
-            state = self.store_pending(state, committed, lacking)
-        draft, state = super().draft(state, committed, begun)
-        if self.cut is not None:  # the first tokens may be another source's
-            begins = jnp.reshape(0 if begun is None else begun.length, (-1, 1))
-            sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < begins)
-            draft = draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
+            incomplete = jnp.any(committed.running & (state.stored < committed.length - 1))
+            state = self.store_pending(state, committed, incomplete)
+        draft, state = super().draft(state, committed, prefix)
+        if self.cut is not None:  # not within the prefix: its confidences are another source's
+            prefix_length = jnp.reshape(0 if prefix is None else prefix.length, (-1, 1))
+            confident = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < prefix_length)
+            draft = draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(confident, axis=1).sum(1)))
         return draft, state
 
-    def look(self, committed, growth):
-        start, drafted = committed.length - 1, growth.draft.length
+    def draft_chunk(self, committed, expansion):
+        start, drafted = committed.length - 1, expansion.draft.length
         root = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-        known = jnp.concatenate([root, growth.draft.tokens], axis=1)
-        hidden, cache = self._hidden(growth, known, start)
+        known = jnp.concatenate([root, expansion.draft.tokens], axis=1)
+        hidden, cache = self._hidden(expansion, known, start)
         count = jnp.minimum(self.spec_len, self.max_draft - drafted)
-        return Chunk(*self._choose(hidden, known, drafted, committed), count), growth.state.replace(cache=cache)
+        return Chunk(*self._choose(hidden, known, drafted, committed), count), expansion.state.replace(cache=cache)
 
     def _hidden(
-        self, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
+        self, expansion: ExpansionState, known: Int[Array, "B M1"], start: Int[Array, " B"]
     ) -> tuple[Float[Array, "B R E"], KVCache]:
         """Returns hidden states of the root, the drafted tokens, and masks to the end of the block that drafts on."""
-        # Block 4, longest draft 8, drafted 3 (d0 d1 d2), M is the mask; row j scores draft token j (`own_row` false):
+        # `start` is the root's position, `known` the root and the draft's buffer. Block 4, spec_len 4, longest draft 8,
+        # drafted 3 (d0 d1 d2), so end 7, used 8. M is the mask; row j scores draft token j (`own_row` false):
         #   rows      0 root  1 d0  2 d1  3 d2 | 4 M  5 M  6 M  7 M    8 rows: two blocks
         #   scores                  -     d3   | d4   d5   ...          the next chunk is read from row 3 on
         # A network whose rows score their own place (`own_row`) reads the same tokens one row later.
-        config, rows, drafted = self.model.config, self.block_rows, growth.draft.length
-        last = jnp.minimum(drafted + self.spec_len, self.max_draft) + config.own_row
-        used = -(-last // config.block_size) * config.block_size
+        config, rows, drafted = self.model.config, self.block_rows, expansion.draft.length
+        end = jnp.minimum(drafted + self.spec_len, self.max_draft) + config.own_row
+        used = round_up(end, config.block_size)
         tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
         known_rows = jnp.arange(rows) <= drafted[:, None]
-        # Without the barrier XLA would compute what is made of the features in every round, even one without drafts.
-        features, _ = jax.lax.optimization_barrier((growth.state.features, drafted))
+        # Without the barrier XLA would compute the features' part of the inputs even in rounds without drafts.
+        features, _ = jax.lax.optimization_barrier((expansion.state.features, drafted))
         inputs = self.model.network.inputs(self.model.embed, tokens, known_rows, features)
 
-        def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
-            live = jnp.max(jnp.where(growth.growing, start + width, 0))
+        def run_width(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+            live = jnp.max(jnp.where(expansion.growing, start + width, 0))
             inside = jnp.minimum(used, width)
             hidden, cache = self.model.network.block(inputs[:, :width], carry[1], start, inside, live)
             return jnp.pad(hidden, ((0, 0), (0, rows - width), (0, 0))), cache
 
+        # Block 4 and 16 rows: blocks end at 4 8 12 16, and passes have the widths 8 16.
         blocks = range(config.block_size, rows + 1, config.block_size)
         widths = sorted({rows, *(round_up(width, ROWS) for width in blocks if round_up(width, ROWS) < rows)})
-        needed = jnp.max(jnp.where(growth.growing, used, 0))
+        needed = jnp.max(jnp.where(expansion.growing, used, 0))
         nothing = jnp.zeros((known.shape[0], rows, config.base.hidden_size), self.model.dtype)
-        return narrowest(widths, needed, over, (nothing, growth.state.cache))
+        return narrowest(widths, needed, run_width, (nothing, expansion.state.cache))
 
     def _choose(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"], committed: Committed
     ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Float[Array, "B N V"] | None]:
-        """Chooses the next `spec_len` tokens after `drafted` ones: see `Grow.propose`.
-
-        The confidence is the confidence head's where there is one.
-        """
+        """Chooses the `spec_len` tokens after `drafted` ones, as `propose`; confidences are the head's, if any."""
         network, own_row = self.model.network, self.model.config.own_row
-        front = drafted[:, None] + jnp.arange(self.spec_len)
-        here = gather_rows(hidden, jnp.minimum(front + own_row, self.block_rows - 1))
-        logits, positions, before = self.model.logits(here), committed.length[:, None] + front, None
+        # drafted 3, spec_len 4: draft tokens 3 4 5 6, from the rows of these numbers (with `own_row`, rows 4 5 6 7).
+        indices = drafted[:, None] + jnp.arange(self.spec_len)
+        rows = gather_rows(hidden, jnp.minimum(indices + own_row, self.block_rows - 1))
+        logits, positions = self.model.logits(rows), committed.length[:, None] + indices
         if network.markov is None:
-            tokens, confidence, q = self._propose(logits, positions, committed)
+            tokens, confidence, q, before = *self._propose(logits, positions, committed), None
         else:
             start = self._markov_state(hidden, known, drafted)
-            tokens, confidence, q, before = self._in_turn(here, logits, positions, start, committed)
+            tokens, confidence, q, before = self._choose_left_to_right(rows, logits, positions, start, committed)
         if network.confidence is not None:
-            confidence = jax.nn.sigmoid(network.confidence_logits(here, before))
+            confidence = jax.nn.sigmoid(network.confidence_logits(rows, before))
         return tokens, confidence, q
 
-    def _in_turn(
+    def _choose_left_to_right(
         self,
         hidden: Float[Array, "B N E"],
         logits: Float[Array, "B N v"],
@@ -219,15 +224,15 @@ class DSparkDrafter(Grow, FeatureDrafter):
         """Chooses tokens from left to right, each corrected by the Markov head for the one before it.
 
         Args:
-          start: the head's state before the rows, and the token there.
+          start: state of the head before the first row, and the token before it.
 
         Returns:
           The results of `_propose`, and the head's embedding of the token before each row.
         """
         markov = self.model.network.markov
 
-        def row(carry: tuple[Array, Array], rows: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
-            (state, token), (hidden, logits, positions) = carry, rows
+        def choose_row(carry: tuple[Array, Array], row: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
+            (state, token), (hidden, logits, positions) = carry, row
             before = markov.embedded(token)
             state, code = markov.step(state, before, hidden)
             logits = (logits + markov.bias(code))[:, None]
@@ -236,19 +241,19 @@ class DSparkDrafter(Grow, FeatureDrafter):
 
         by_row = tuple(jnp.moveaxis(x, 1, 0) for x in (hidden, logits, positions))
         with jax.named_scope("markov"):
-            _, (chosen, before) = jax.lax.scan(row, start, by_row)
+            _, (chosen, before) = jax.lax.scan(choose_row, start, by_row)
         return *jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), chosen), jnp.moveaxis(before, 0, 1)
 
     def _propose(
         self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed
     ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Float[Array, "B N V"] | None]:
-        """`Grow.propose` in ids of the target; no confidences where a head gives them."""
+        """Calls `ChunkedDrafter.propose`, in ids of the target; without confidences if a head computes them."""
         ids = self.model.draft_ids
         narrow = ids is not None and not self.sampled
         # Distributions are over the target's ids.
         logits = logits if narrow else self.model.over_vocabulary(logits)
-        confident = self.model.network.confidence is None
-        tokens, confidence, q = self.propose(logits, positions, committed, confident)
+        with_confidence = self.model.network.confidence is None
+        tokens, confidence, q = self.propose(logits, positions, committed, with_confidence)
         return ids[tokens] if narrow else tokens, confidence, q
 
     def _markov_state(
@@ -261,8 +266,8 @@ class DSparkDrafter(Grow, FeatureDrafter):
         if markov.joint is None or self.max_draft == self.spec_len:
             return state, last
 
-        def row(index: Int[Array, ""], state: Float[Array, "B r"]) -> Float[Array, "B r"]:
+        def read_row(index: Int[Array, ""], state: Float[Array, "B r"]) -> Float[Array, "B r"]:
             after, _ = markov.step(state, markov.embedded(known[:, index]), hidden[:, index + own_row])
             return jnp.where((index < drafted)[:, None], after, state)
 
-        return jax.lax.fori_loop(0, jnp.max(drafted), row, state), last
+        return jax.lax.fori_loop(0, jnp.max(drafted), read_row, state), last

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.expansion import Grow
+from failfast_jax.decoding.expansion import ChunkedDrafter
 from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow, Never, StopRule
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.block_diffusion import Refine, Wide
 from failfast_jax.drafters.dllm import small_block_of
 from failfast_jax.drafters.eagle3 import EagleChain, EagleTree
-from failfast_jax.drafters.feature_block import DSparkDrafter
+from failfast_jax.drafters.feature_block import FeatureBlockDrafter
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, usual_length
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.errors import ConfigError, OptionError
@@ -231,7 +231,8 @@ class DFlashOptions(MethodOptions):
 
     def build(self, site: Site) -> Drafter:
         model = site.model.without_heads()
-        return DSparkDrafter(model=model, sampled=site.sampled, spec_len=model.rows, max_spec_len=model.rows)
+        size = model.max_block_draft
+        return FeatureBlockDrafter(model=model, sampled=site.sampled, spec_len=size, max_spec_len=size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +255,8 @@ class DSparkOptions(MethodOptions):
                 "or failfast"
             )
         cut = np.float32(self.confidence_threshold) if self.confidence_threshold else None
-        return DSparkDrafter(model=model, sampled=site.sampled, spec_len=model.rows, max_spec_len=model.rows, cut=cut)
+        size = model.max_block_draft
+        return FeatureBlockDrafter(model=model, sampled=site.sampled, spec_len=size, max_spec_len=size, cut=cut)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +327,7 @@ def growing(
     *,
     most: int = MAX_SPEC_LEN,
     seldom: bool = False,
-) -> Grow:
+) -> ChunkedDrafter:
     """Returns the drafter of a site's model whose drafts grow, with no stopping rule yet.
 
     Args:
@@ -341,7 +343,7 @@ def growing(
     if model.kind == BLOCK_DIFFUSION:
         defaults = SPEC_LEN, min(MAX_SPEC_LEN, most)
     elif model.kind == FEATURE_BLOCK:
-        rows, one_block = model.rows, bool(model.config.row_features)
+        rows, one_block = model.max_block_draft, bool(model.config.row_features)
         defaults = min(rows, max_spec_len or rows), rows if one_block else min(2 * rows, most)
     spec_len, longest = lengths(spec_len, max_spec_len, *defaults)
     if model.kind == AUTOREGRESSIVE:
@@ -354,7 +356,7 @@ def growing(
     reason = f"this drafter fills up to {rows} positions in a pass"
     require(spec_len <= rows, f"--spec-len {spec_len}", reason)
     require(longest <= rows or not one_block, f"--max-spec-len {longest}", reason)
-    return DSparkDrafter(**common, deferred=seldom)
+    return FeatureBlockDrafter(**common, deferred=seldom)
 
 
 def lengths(spec_len: int | None, max_spec_len: int | None, default: int, longest: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """Attention over the cache on CPU: keys and values are read once for all rows of a block (`cpu_kernels.c`).
 
-A window of a decode pass is summed up in chunks of the cache at absolute positions, which are shared out over XLA's
-threads and then joined in their order: a row's result depends neither on how many rows there are nor on where its
-window began. A prompt's rows go over all chunks one after the other, with the highest score and the sums so far
-(FlashAttention, arXiv:2205.14135). Sums, and what comes out of the softmax, are float32.
+A decode window is computed in chunks of 256 cache slots at absolute positions. XLA's threads share the chunks; partial
+results are added in order. So a row's bits do not depend on the number of rows or the window's start. A prompt's rows
+pass over all chunks one after the other, and keep the highest score and the sums so far (FlashAttention,
+arXiv:2205.14135). Sums and softmax weights are float32.
 """
 
 from __future__ import annotations
@@ -31,23 +31,27 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
       ValueError: the kernel would read or write outside its arrays.
     """
     k_cache, v_cache = cache
-    reason = refuses(AttentionCase.of(q.shape[2], q.shape[1], cache, window))
-    alike = k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
-    if reason or not alike or q.shape[::3] != k_cache.shape[::3]:
-        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
-        raise ValueError(f"attention of {shapes}: {reason or 'wants keys and values of one shape and type'}")
     batch, width, heads, head_dim = q.shape
-    _, kv_heads, capacity, _ = k_cache.shape
+    cache_batch, kv_heads, capacity, cache_head_dim = k_cache.shape
+    reason = refuses(AttentionCase.of(heads, width, cache, window))
+    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        reason = reason or "keys and values differ in shape or dtype"
+    if (batch, head_dim) != (cache_batch, cache_head_dim):
+        reason = reason or "queries and cache differ in batch or head size"
+    if reason:
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
+        raise ValueError(f"attention of {shapes}: {reason}")
     group = heads // kv_heads
-    # The query heads of one KV head are rows of one product.
+    # The query heads of one KV head are rows of one product. B 1, W 3, Q 4, K 2, H 64, S 1024:
+    #   rows      [1, 2, 6, 64]       row g * W + w is position w of query head g
+    #   scratch   [4, 2, 6 * 66]      per chunk and KV head: 6 x 64 sums of values, 6 highest scores, 6 sums of weights
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * width, head_dim).astype(jnp.float32) * head_dim**-0.5
-    first, last = (jnp.tile(bound.astype(jnp.int32), (1, group)) for bound in (window.first(width), window.last(width)))
-    # Of each split the rows' sums of values, their highest scores and sums of weights.
+    first, last = (jnp.tile(slots.astype(jnp.int32), (1, group)) for slots in (window.first(width), window.last(width)))
     splits = -(-capacity // CHUNK) if width <= MAX_WIDTH else 1
-    parts = (splits, batch * kv_heads, group * width * (head_dim + 2))
-    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows.shape, parts))
-    call = cpu_kernels.call(f"attention_{k_cache.dtype}", *shapes, head_dim=head_dim)
+    scratch = (splits, batch * kv_heads, group * width * (head_dim + 2))
+    results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows.shape, scratch))
+    call = cpu_kernels.call(f"attention_{k_cache.dtype}", *results, head_dim=head_dim)
     out, _ = call(rows, k_cache, v_cache, first, last, jnp.minimum(window.live, capacity).astype(jnp.int32))
     out = out.reshape(batch, kv_heads, group, width, head_dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)

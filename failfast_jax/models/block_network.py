@@ -84,7 +84,7 @@ class DSparkConfig:
     full_is_causal: bool = False
 
     @property
-    def rows(self) -> int:
+    def max_block_draft(self) -> int:
         """Tokens that one block drafts."""
         return self.block_size - self.own_row
 
@@ -336,9 +336,9 @@ class DSparkModel(FeatureModel):
         return self.config.method
 
     @property
-    def rows(self) -> int:
-        """Most tokens that a draft may have."""
-        return self.config.rows
+    def max_block_draft(self) -> int:
+        """Tokens that one block drafts."""
+        return self.config.max_block_draft
 
     def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
         """Float32 logits of hidden states over the tokens that it can draft, before the Markov head."""

@@ -6,10 +6,10 @@ each drafter in `drafters/` serves the models of some kinds. All are pytrees and
 
 - `kind`: inputs, and tokens per pass.
 - `method`: the method that drafts with it unless a request names another.
-- `rows`: most tokens that a draft may have, which training fixed; None: any number.
+- `max_block_draft`: maximum number of tokens of one block's draft, fixed by training; None: any number.
 - `feature_layers`: target layers (0-based; -1: the embedding) whose outputs it reads: the axis F of features; () for
   none.
-- `context`: most positions that it can attend to; None: as many as its target.
+- `context`: maximum number of positions that it can attend to; None: as many as its target.
 - `dtype`: of its own parameters and its cache.
 - `execution`: the attention kernel, and the devices it is spread over.
 - `init_cache(batch, capacity)`: an empty cache for `batch` sequences of at most `capacity` positions.
@@ -37,8 +37,8 @@ AUTOREGRESSIVE, BLOCK_DIFFUSION = "autoregressive", "block-diffusion"
 FEATURE_BLOCK, EAGLE = "feature-block", "eagle"
 Kind = Literal["autoregressive", "block-diffusion", "feature-block", "eagle"]
 """`autoregressive`: predicts one token a pass. `block-diffusion`: fills masked positions, many a pass, from its own
-cache of the text. `feature-block`: fills up to `rows` of them, from the target's hidden states. `eagle`: one token
-a pass, from the target's hidden states and then from its own."""
+cache of the text. `feature-block`: fills up to `max_block_draft` of them, from the target's hidden states. `eagle`:
+one token a pass, from the target's hidden states and then from its own."""
 
 
 class FeatureNetwork(nnx.Module):

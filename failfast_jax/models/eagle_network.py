@@ -154,4 +154,4 @@ class BoundEagle(FeatureModel):
     """`("embed",)` if the embedding is its target's, else `()`."""
     kind: ClassVar[Kind] = EAGLE
     method: ClassVar[str] = "eagle3"
-    rows: ClassVar[None] = None
+    max_block_draft: ClassVar[None] = None

@@ -18,7 +18,7 @@ TPU_TILE = 512
 """Positions per tile of the TPU kernel; tiles of 512 take half the time per position of tiles of 128."""
 
 
-def round_up(value: int, multiple: int) -> int:
+def round_up(value: int | Int[Array, "*R"], multiple: int) -> int | Int[Array, "*R"]:
     """The least multiple that is not below `value`."""
     return -(-value // multiple) * multiple
 

@@ -1,6 +1,6 @@
 """One decoder for Qwen2.5, Qwen3, Llama-family, Fast-dLLM v2 and SDAR checkpoints (Flax NNX).
 
-Logits come back in float32; see `layers` for what else is computed in which type.
+Logits are float32; see `layers` for the dtypes of everything else.
 """
 
 from __future__ import annotations
@@ -46,34 +46,18 @@ from failfast_jax.models.sharding import (
 from failfast_jax.util import numerics
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _layer_window(
-    layer: Layer, x: Float[Array, "B W E"], cache: LayerCache, window: Window, execution: Execution
-) -> tuple[Float[Array, "B W E"], LayerCache]:
-    """One layer of `Decoder.window`. The inner jit is traced once for all layers, not once for each."""
-    kernel = execution.resolved(cache[0].dtype, layer.attention.config.head_dim)
-
-    def run(layer, x, cache, window):
-        return layer(x, functools.partial(attend, cache=cache, window=window, kernel=kernel), execution)
-
-    rows, heads = P(execution.batch), P(execution.batch, execution.heads)
-    places = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), window)
-    specs = (parameter_specs(layer, execution), rows, heads, places)
-    return execution.per_device(run, specs, (rows, heads))(layer, x, cache, window)
-
-
 class Decoder(nnx.Module):
     """The decoder-only transformer; a target, or a drafter (`drafter_model`).
 
     Attributes:
-      config: what it was built from.
+      config: its sizes and rules.
       execution: attention kernel and devices; replace it before anything is compiled.
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`. Like other matrices it may be in a narrower
         dtype than the model: see `row_operations.kept_dtype`.
-      layers, norm, head: the rest; `head` is None when tied, unless it is quantised.
+      layers, norm, head: the other parts, in order; `head` is None when tied, unless it is quantised.
     """
 
-    rows, feature_layers = None, ()
+    max_block_draft, feature_layers = None, ()  # as a drafter: no trained limit, no target features
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -93,22 +77,61 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "V E"]:
-        """The rows that score the vocabulary; of a quantised head, what its integers mean."""
+        """The head's matrix; dequantised if it is quantised."""
         if self.config.tie_embeddings:
             return self.embed[...]
         weight, scale = self.head.weight[...], self.head.scale
         return weight if scale is None else _floats(weight, scale[...], self.dtype)
 
-    # -- passes ------------------------------------------------------------------------------------------
+    # -- passes: `forward` over whole sequences; `window` does the same over a cache ----------------------
+
+    def forward(self, ids: Int[Array, "B L"], length: Int[ArrayLike, ""] | None = None) -> Float[Array, "B L V"]:
+        """Returns float32 logits of whole sequences, without a cache; pure, traceable and differentiable.
+
+        Positions from `length` on are padding, which no other position sees.
+        """
+        cos, sin = rotary(self.config, jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
+
+        def attend_to_all(heads: Array) -> tuple[Array, None]:
+            q, k, v = rotated_heads(heads, cos, sin)
+            return dense_attention(q, k, v, block_size=self.config.block_size, length=length), None
+
+        x = self.embed[...][ids].astype(self.dtype)
+        for layer in self.layers:
+            x, _ = layer(x, attend_to_all)
+        return self.logits_of(self.norm(x))
+
+    @numerics.defaults()
+    def logits(self, ids: Any) -> Float[Array, "B L V"]:
+        """Returns float32 logits of whole sequences: the public, compiled form of `forward`.
+
+        Position i of the result scores token i + 1. A block-causal model applies its mask by itself.
+        Lengths are padded to a few buckets, so that nearby lengths share one compilation.
+
+        Args:
+          ids: `[B, L]` integers: an array, or lists.
+
+        Raises:
+          ValueError: `ids` is not a 2-D integer array or holds ids outside the vocabulary.
+        """
+        ids = np.asarray(ids)
+        if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
+            raise ValueError(f"ids must be a non-empty [B, L] integer array, got {ids.dtype} {ids.shape}")
+        if (outside := ids[(ids < 0) | (ids >= self.config.vocab_size)]).size:
+            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
+        length = ids.shape[1]
+        padding = -length % math.lcm(64, self.config.block_size)
+        padded = np.pad(ids.astype(np.int32), ((0, 0), (0, padding)))
+        return _forward(self, padded, np.int32(length))[:, :length]
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
-        """Empty cache for `batch` sequences of at most `capacity` positions, in the model's dtype."""
+        """Returns an empty cache for `batch` sequences of at most `capacity` positions, in the model's dtype."""
         cache = KVCache.zeros(self.config, batch, capacity, self.dtype)
         return constrain(cache, self.execution, P(self.execution.batch, self.execution.heads))
 
     @jax.named_scope("embed")
     def embedded(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R E"]:
-        """Input embeddings."""
+        """Returns input embeddings."""
         axis = self.execution.vocab
         if axis is None:
             return self.embed[...][tokens].astype(self.dtype)
@@ -134,23 +157,26 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B W E"], KVCache, Float[Array, "B W F E"]]:
         """Runs positions `start .. start+W-1` of each sequence over its cached prefix.
 
-        The window's keys and values overwrite the cache there; what lies beyond the window is never
-        seen by a query of it (causal), or belongs to the caller's padding (block-causal).
+        The window's keys and values overwrite the cache there. No query of a causal window sees slots after it; under a
+        block-causal mask the caller pads to the block's end.
 
         Args:
           tokens: ids, any values at padded positions.
-          live: number of leading cache positions to read, at least `max(start) + W` over the rows
-            whose result matters.
-          feature_layers: return the residual stream after these layers (0-based; -1: the embedding).
-          tree: the window holds a tree of tokens instead of a text (causal models only); see `keep`.
-          groups: the window holds copies of a stretch of text.
+          live: number of leading cache positions to read, at least `max(start) + W` over the sequences whose result
+            matters.
+          feature_layers: layers (0-based; -1: the embedding) after which the residual stream is returned.
+          tree: mask of a tree of tokens (causal models only); see `keep`. None: the tokens are a text, or copies.
+          groups: places of copies of a stretch of text. None: the tokens are a text, or a tree.
 
         Returns:
           Hidden states after the final norm (see `logits_of`), the cache, and the features.
         """
-        positions = start[:, None] + jnp.arange(tokens.shape[1]) if tree is None else tree.positions(start)
-        cos, sin = rotary(self.config, positions if groups is None else groups.positions)
-        visible, seen = None if tree is None else tree.visible, None if groups is None else groups.seen
+        positions, visible, seen = start[:, None] + jnp.arange(tokens.shape[1]), None, None
+        if tree is not None:
+            positions, visible = tree.positions(start), tree.visible
+        elif groups is not None:
+            positions, seen = groups.positions, groups.seen
+        cos, sin = rotary(self.config, positions)
         window = Window(cos, sin, start, live, visible=visible, seen=seen, block_size=self.config.block_size)
         x = self.embedded(tokens)
         written, features = [], {-1: x}
@@ -164,27 +190,26 @@ class Decoder(nnx.Module):
         return self.norm(x), KVCache.of(written), stacked
 
     def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B M"], width: int) -> KVCache:
-        """After a `window` of `width` tokens that were a tree or copies: moves one path's, or copy's, keys and values
-        into a row.
+        """Moves the kept rows of a tree (or of one copy) to consecutive slots, after `window`.
 
         Args:
-          start: the window's.
+          start: start of the window, `width` tokens. Start 10 and slots 0 1 3 move cache slots 10 11 13 to 10 11 12.
           slots: slots within the window of the tokens to keep, in order; anything after their end.
         """
-        rows, place = P(self.execution.batch), P(self.execution.batch, self.execution.heads)
-        fixed = self.execution.tpu_shapes(self.dtype, self.config.head_dim)
+        batch_spec, cache_spec = P(self.execution.batch), P(self.execution.batch, self.execution.heads)
+        needs_layout = self.execution.tpu_shapes(self.dtype, self.config.head_dim)
 
         def moved(cache, start, slots):
             cache = move_slots(cache, start, slots, width)
-            # For this XLA might choose a layout that the kernels do not take: a copy of the whole cache for them.
-            return with_layout_constraint(cache, Layout((0, 1, 2, 3))) if fixed else cache
+            # Without the constraint XLA may choose another layout, and copy the whole cache for the kernels.
+            return with_layout_constraint(cache, Layout((0, 1, 2, 3))) if needs_layout else cache
 
-        move = self.execution.per_device(moved, (place, rows, rows), place)
+        move = self.execution.per_device(moved, (cache_spec, batch_spec, batch_spec), cache_spec)
         return jax.tree.map(lambda layer: move(layer, start, slots), cache)
 
     @jax.named_scope("head")
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
-        """Float32 logits of hidden states that `window` returned."""
+        """Returns float32 logits of hidden states that `window` returned."""
         multiply = product if self.execution.mesh is None else xla_product
         if self.head is not None:
             logits = self.head(hidden, jnp.float32, multiply=multiply)
@@ -192,49 +217,10 @@ class Decoder(nnx.Module):
             logits = multiply(hidden, self.embed[...], jnp.float32)
         return constrain(logits, self.execution, P(*[P.UNCONSTRAINED] * (logits.ndim - 1), self.execution.vocab))
 
-    def forward(self, ids: Int[Array, "B L"], length: Int[ArrayLike, ""] | None = None) -> Float[Array, "B L V"]:
-        """Float32 logits of whole sequences, without a cache; pure, traceable and differentiable.
-
-        Positions from `length` on are padding, which no other position sees.
-        """
-        cos, sin = rotary(self.config, jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
-
-        def whole(heads: Array) -> tuple[Array, None]:
-            q, k, v = rotated_heads(heads, cos, sin)
-            return dense_attention(q, k, v, block_size=self.config.block_size, length=length), None
-
-        x = self.embed[...][ids].astype(self.dtype)
-        for layer in self.layers:
-            x, _ = layer(x, whole)
-        return self.logits_of(self.norm(x))
-
-    @numerics.defaults()
-    def logits(self, ids: Any) -> Float[Array, "B L V"]:
-        """Float32 logits of whole sequences: the public, compiled form of `forward`.
-
-        Position i of the result scores token i + 1. A block-causal model applies its mask by itself.
-        Lengths are padded to a few buckets, so that nearby lengths share one compilation.
-
-        Args:
-          ids: `[B, L]` integers, in anything that numpy takes.
-
-        Raises:
-          ValueError: `ids` is not a 2-D integer array or holds ids outside the vocabulary.
-        """
-        ids = np.asarray(ids)
-        if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
-            raise ValueError(f"ids must be a non-empty [B, L] integer array, got {ids.dtype} {ids.shape}")
-        if (outside := ids[(ids < 0) | (ids >= self.config.vocab_size)]).size:
-            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
-        length = ids.shape[1]
-        padding = -length % math.lcm(64, self.config.block_size)
-        padded = np.pad(ids.astype(np.int32), ((0, 0), (0, padding)))
-        return _forward(self, padded, np.int32(length))[:, :length]
-
     # -- devices and types -------------------------------------------------------------------------------
 
     def with_execution(self, execution: Execution) -> Decoder:
-        """The model as it is computed on a mesh, abstract or not: KV heads copied until every device has one.
+        """Returns the model for a mesh, abstract or not: KV heads are copied until every device has one.
 
         Parameters stay where they are; see `spread`.
         """
@@ -251,10 +237,10 @@ class Decoder(nnx.Module):
         return model
 
     def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = False) -> Decoder:
-        """The model as an engine runs it: its execution set, its parameters spread over the mesh (if any).
+        """Returns the model as an engine runs it: its execution set, its parameters spread over the mesh (if any).
 
         Args:
-          drafter: leave whole on every device what does not divide evenly.
+          drafter: true to leave whole on every device what does not divide evenly.
 
         Raises:
           OptionError: see `sharding.execution_of`.
@@ -268,7 +254,7 @@ class Decoder(nnx.Module):
         return jax.tree_util.tree_map_with_path(lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs)
 
     def quantized(self, scheme: str = "int8") -> Decoder:
-        """The model with the weight of every `Linear` quantised; one that is already so stays as it is.
+        """Returns the model with the weight of every `Linear` quantised; one that is already so stays as it is.
 
         A model on a mesh is rounded where it lies: the devices only exchange the largest value of each output whose
         inputs are spread. Where embedding and head are one matrix, the head becomes an int8 copy of it: a pass reads
@@ -289,7 +275,7 @@ class Decoder(nnx.Module):
     # -- as a drafter: see `drafter_model` --------------------------------------------------
 
     def with_block_size(self, block_size: int) -> Decoder:
-        """The same weights under another block of block diffusion."""
+        """Returns the same weights with another block size of block diffusion."""
         clone = copy.copy(self)
         clone.config = dataclasses.replace(self.config, block_size=block_size)
         return clone
@@ -306,12 +292,29 @@ class Decoder(nnx.Module):
 
     @property
     def context(self) -> int:
-        """Most positions that it can attend to."""
+        """Maximum number of positions that it can attend to."""
         return self.config.max_position_embeddings
 
     def shares_tokens(self, target: ModelConfig) -> bool:
-        """True if its tokens are the target's, and its mask the row after them."""
+        """Returns true if its tokens are the target's, and its mask token is the row after them."""
         return self.config == target.with_mask_row(self.config.num_layers, self.config.block_size)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _layer_window(
+    layer: Layer, x: Float[Array, "B W E"], cache: LayerCache, window: Window, execution: Execution
+) -> tuple[Float[Array, "B W E"], LayerCache]:
+    """Runs one layer of `Decoder.window`. The inner jit is traced once for all layers, not once for each."""
+    # layer(x, attend) on each device's part: x by batch, the cache by batch and KV heads, weights by their own specs.
+    kernel = execution.resolved(cache[0].dtype, layer.attention.config.head_dim)
+
+    def run(layer, x, cache, window):
+        return layer(x, functools.partial(attend, cache=cache, window=window, kernel=kernel), execution)
+
+    x_spec, cache_spec = P(execution.batch), P(execution.batch, execution.heads)
+    window_specs = jax.tree.map(lambda leaf: x_spec if leaf.ndim else P(), window)
+    specs = (parameter_specs(layer, execution), x_spec, cache_spec, window_specs)
+    return execution.per_device(run, specs, (x_spec, cache_spec))(layer, x, cache, window)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -325,11 +328,11 @@ def _forward(model: Decoder, ids: Int[Array, "B L"], length: Int[Array, ""]) -> 
 
 
 def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> Decoder:
-    """A block-diffusion drafter with its target's embedding and head, each one row longer: its own mask, which is never
-    predicted.
+    """Returns a block-diffusion drafter with its target's embedding and head, each with one more row for its mask.
 
     Args:
-      model: of a configuration made by `ModelConfig.with_mask_row`; only its layers and final norm are used.
+      model: a model with a configuration of `ModelConfig.with_mask_row`; only its layers and final norm are used.
+      mask: embedding of the mask token, which is never predicted.
     """
     model = copy.copy(model)
     embed = whole(target.embed[...]).astype(target.dtype)  # the mask may need all of its bits
@@ -346,12 +349,12 @@ def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> 
 
 
 def mean_embedding(target: Decoder) -> Float[Array, " E"]:
-    """The least surprising input that stands for no token: what an untrained mask looks like (float32)."""
+    """Returns the mean embedding, float32: the mask vector of an untrained drafter."""
     return _mean(target.embed[...])
 
 
 def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
-    """An autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
+    """Returns an autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
 
     Shares all weights with `target` except the embedding and the head, which gain one row.
     """

@@ -119,7 +119,7 @@ class BlockObjective(Objective):
 
     def sample(self, key: Array, batch: dict[str, Array]) -> tuple[Int[Array, "B A"], Int[Array, "B A"]]:
         """Draws anchors (positions of the last committed token) and the number of known rows, at least 1, of blocks."""
-        rows, shape = self.model_config.rows, (batch["tokens"].shape[0], self.config.anchors)
+        rows, shape = self.model_config.max_block_draft, (batch["tokens"].shape[0], self.config.anchors)
         anchor_key, share_key, count_key = jax.random.split(key, 3)
         # The first anchor is the prompt's last token; the token after the last anchor must exist.
         first = jnp.maximum(batch["prompt_length"] - 1, 1)[:, None]

@@ -46,7 +46,7 @@ class Evaluation:
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
         cut = {"tau": 1.0}
         if drafter.kind == FEATURE_BLOCK:  # a block, or its first tokens
-            cut = {"tau": 0.0, "max_spec_len": spec_len or drafter.rows}
+            cut = {"tau": 0.0, "max_spec_len": spec_len or drafter.max_block_draft}
         self.options = {"method": "failfast", **cut, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
         tokenizer, drafter_tokenizer = objective.tokenizers
         with processes.as_single_process():

@@ -19,7 +19,7 @@ from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.block_diffusion import Wide
 from failfast_jax.drafters.eagle3 import EagleChain
-from failfast_jax.drafters.feature_block import DSparkDrafter
+from failfast_jax.drafters.feature_block import FeatureBlockDrafter
 
 SAMPLES = 200_000
 VOCAB, DRAFT, TOKENS = 5, 2, 3
@@ -188,7 +188,7 @@ def sampling_drafter(kind: str):
         heads |= {"confidence_sees_markov": False, "feature_layers": (0,)}
         model = random_dspark(small_target(), rows=2, seed=3, draft_ids=np.asarray([0, 2, 3, 5]), **heads)
         # The cut depends on drafted tokens, as the confidence head's does: never on the token that it is about.
-        return DSparkDrafter(model=model, spec_len=2, max_spec_len=2, cut=np.float32(0.4), sampled=True)
+        return FeatureBlockDrafter(model=model, spec_len=2, max_spec_len=2, cut=np.float32(0.4), sampled=True)
     config = diffusion_config(block_size=4, vocab_size=SMALL + 1, mask_token_id=SMALL)
     model = random_model(config, seed=2, gain=2.0)
     rule = BelowThreshold(np.float32(0.55))

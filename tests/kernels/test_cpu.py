@@ -95,7 +95,7 @@ def test_what_would_be_read_beside_an_array_is_refused():
     with pytest.raises(ValueError, match="a float32 weight"):
         cpu_norm.rms_norm(rows, narrow[0], 1e-5)
     window, keys = Window(None, None, jnp.asarray([5]), jnp.int32(7)), jnp.ones((1, 1, 256, 16))
-    with pytest.raises(ValueError, match="keys and values of one shape and type"):
+    with pytest.raises(ValueError, match="keys and values differ in shape or dtype"):
         cpu_attention.attend(jnp.ones((1, 2, 2, 16)), (keys, keys.astype(jnp.bfloat16)), window)
 
 

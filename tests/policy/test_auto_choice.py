@@ -58,7 +58,7 @@ class Given(Drafter):
     def init(self, batch, capacity):
         return Memory(())
 
-    def draft(self, state, committed, begun=None):
+    def draft(self, state, committed, prefix=None):
         length = jnp.where(committed.running, self.length, 0)
         tokens = jnp.full(self.confidence.shape, 7 + self.cost)
         return Draft(tokens, self.confidence, length, jnp.where(committed.running, self.cost, 0)), state
@@ -232,10 +232,10 @@ class Continuing(Given):
     def shape(self) -> DraftShape:
         return DraftShape(longest=LONGEST, max_prefix=LONGEST - 1)
 
-    def draft(self, state, committed, begun):
+    def draft(self, state, committed, prefix):
         draft, state = super().draft(state, committed)
-        begins = jnp.arange(LONGEST) < begun.length[:, None]
-        tokens, confidence = (jnp.pad(part, ((0, 0), (0, 1))) for part in (begun.tokens, begun.confidence))
+        begins = jnp.arange(LONGEST) < prefix.length[:, None]
+        tokens, confidence = (jnp.pad(part, ((0, 0), (0, 1))) for part in (prefix.tokens, prefix.confidence))
         tokens = jnp.where(begins, tokens, draft.tokens)
         return draft.replace(tokens=tokens, confidence=jnp.where(begins, confidence, draft.confidence)), state
 
@@ -375,7 +375,7 @@ LOOKED_UP = jax.jit(LOOKUP.draft)
 class NextToken(Given):
     """Knows the next token, and is wrong about those after it."""
 
-    def draft(self, state, committed, begun):
+    def draft(self, state, committed, prefix):
         draft, state = super().draft(state, committed)
         following = gather_window(committed.tokens, committed.length, LONGEST)
         return draft.replace(tokens=jnp.where(jnp.arange(LONGEST) == 0, following, 1)), state

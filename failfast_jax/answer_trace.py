@@ -93,7 +93,7 @@ def to_terminal(rounds: Sequence[Round], tokenizer: Any = None, colours: bool = 
 
 
 def _tallest(rounds: Sequence[Round]) -> int:
-    """Most rows of a round."""
+    """Maximum rows of a round."""
     return max((max(len(entry.drafted) + 1, len(entry.emitted)) for entry in rounds), default=1)
 
 

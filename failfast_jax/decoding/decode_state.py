@@ -235,7 +235,7 @@ class DecodeState:
     """The drafter's own state, see `decoding.drafter`."""
     log: RoundLog
     capacity: int = flax.struct.field(pytree_node=False)
-    """Most tokens that a sequence may hold."""
+    """Maximum number of tokens of a sequence."""
     logprobs: Logprobs | None = None
     """Those of emitted tokens, each at its place in `tokens`; None if they are not kept."""
 

@@ -122,7 +122,7 @@ def init_state(
     """Returns prompts followed by masks, and an empty cache; `capacity` positions hold prompt and output.
 
     Args:
-      max_blocks: most blocks to write, per sequence.
+      max_blocks: maximum number of blocks to write per sequence.
       limit: end of the longest output, as a position.
       states: number of draft states of `draft_states.step`, with its `small_block`; None for `step`.
     """

@@ -54,7 +54,7 @@ class Drafter:
 
     @property
     def max_draft(self) -> int:
-        """Most tokens of a draft; of a tree its nodes."""
+        """Maximum number of tokens of a draft; of a tree its nodes."""
         return self.shape.longest
 
     def describe(self) -> dict[str, Any]:

@@ -61,14 +61,14 @@ class Autoregressive(ChunkedDrafter, BlockDrafter):
         drafted = jnp.arange(self.max_draft) < expansion.draft.length[:, None]
         text = place(committed.tokens, committed.length, expansion.draft.tokens, drafted)
 
-        def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+        def run(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
             live = jnp.max(jnp.where(expansion.growing, cached + width, 0))
             hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
             return gather_rows(hidden, jnp.clip(front - 1 - cached, 0, width - 1)[:, None]), cache
 
-        most = jnp.max(jnp.where(expansion.growing, new, 0))
+        needed = jnp.max(jnp.where(expansion.growing, new, 0))
         nothing = jnp.zeros((front.shape[0], 1, self.model.config.hidden_size), self.model.dtype)
-        hidden, cache = narrowest(self.widths, most, over, (nothing, cache))
+        hidden, cache = narrowest(self.widths, needed, run, (nothing, cache))
         logits = forbid(self.model.logits_of(hidden), None, self.vocab)
         cached = jnp.where(expansion.growing, cached + jnp.minimum(new, widest), cached)
         state = expansion.state.replace(cache=cache, cached=cached)

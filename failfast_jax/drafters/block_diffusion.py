@@ -134,7 +134,7 @@ class BlockDrafter(Drafter):
         missed = jnp.minimum(cached + self.window, self.whole_blocks(front))
         stored = jnp.where(lags, missed, front // self.block * self.block)
 
-        def over(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+        def run(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
             live = jnp.max(jnp.where(active, cached + width, 0))
             hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
             rows = jnp.clip((front - self.shift - cached)[:, None] + offsets, 0, width - 1)
@@ -142,7 +142,7 @@ class BlockDrafter(Drafter):
 
         needed = jnp.max(jnp.where(active, jnp.minimum(need, self.window), self.block))
         nothing = jnp.zeros((front.shape[0], self.spec_len, self.model.config.hidden_size), self.model.dtype)
-        hidden, cache = narrowest(range(self.block, self.window + 1, self.block), needed, over, (nothing, state.cache))
+        hidden, cache = narrowest(range(self.block, self.window + 1, self.block), needed, run, (nothing, state.cache))
         final = jnp.where(active, jnp.maximum(cached, stored), cached)
         return self.logits(hidden), lags, state.replace(cache=cache, cached=final)
 

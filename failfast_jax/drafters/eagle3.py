@@ -181,7 +181,7 @@ class EagleTree(EagleDrafter):
 
     @property
     def longest(self) -> int:
-        """Most nodes of a path."""
+        """Maximum number of nodes of a path."""
         return min(self.depth + 1, self.budget)
 
     @property

@@ -78,7 +78,7 @@ class FeatureDrafter(Drafter):
     def commit(self, state, outcome):
         before, after, features = outcome.before, outcome.after, outcome.features
         # length 10 -> 13, stored 7: `pending` holds 7 8; `features` are of positions 9 10 11 12, the first 3 final.
-        # They go to slots 9 - 7 = 2 and up; `newest` is row 2, position 11 = 13 - 2.
+        # They go to slots 9 - 7 = 2 and up, so 5 are pending; `newest` is row 2, position 11 = 13 - 2.
         count = after.length - before.length
         newest = take_slots(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
         state = state.replace(features=jnp.where((count > 0)[:, None, None], newest, state.features))
@@ -182,7 +182,7 @@ class FeatureBlockDrafter(ChunkedDrafter, FeatureDrafter):
         features, _ = jax.lax.optimization_barrier((expansion.state.features, drafted))
         inputs = self.model.network.inputs(self.model.embed, tokens, known_rows, features)
 
-        def run_width(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+        def run(width: int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
             live = jnp.max(jnp.where(expansion.growing, start + width, 0))
             inside = jnp.minimum(used, width)
             hidden, cache = self.model.network.block(inputs[:, :width], carry[1], start, inside, live)
@@ -193,7 +193,7 @@ class FeatureBlockDrafter(ChunkedDrafter, FeatureDrafter):
         widths = sorted({rows, *(round_up(width, ROWS) for width in blocks if round_up(width, ROWS) < rows)})
         needed = jnp.max(jnp.where(expansion.growing, used, 0))
         nothing = jnp.zeros((known.shape[0], rows, config.base.hidden_size), self.model.dtype)
-        return narrowest(widths, needed, run_width, (nothing, expansion.state.cache))
+        return narrowest(widths, needed, run, (nothing, expansion.state.cache))
 
     def _choose(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"], committed: Committed

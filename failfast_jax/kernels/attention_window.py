@@ -185,7 +185,7 @@ class Limits:
 
     Attributes:
       patterns: of masks.
-      rows: most rows of a window, or of each copy; None: any number.
+      rows: maximum rows of a window, or of each copy; None: any number.
       head_dims: sizes of a head; None: any.
       capacity: the cache's positions are a multiple of it.
       dtypes: of the cache.

@@ -52,7 +52,7 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
 
     def context(self, stated: int) -> int:
-        """Most positions of a model whose `max_position_embeddings` is `stated`: YaRN's factor extends them."""
+        """Returns the maximum of positions if `max_position_embeddings` is `stated`: YaRN extends it by its factor."""
         return max(stated, int(self.factor * self.original_max_position_embeddings)) if self.kind == "yarn" else stated
 
     def to_dict(self, context: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class ModelConfig:
       qkv_bias, o_bias, mlp_bias: biases of queries, keys and values, of attention's output, of the MLP's matrices.
       qk_norm: RMSNorm of each query's and each key's head, before the rotary embedding (Qwen3).
       tie_embeddings: the embedding also makes the logits.
-      max_position_embeddings: the context: most tokens of prompt and output together.
+      max_position_embeddings: the context: maximum number of tokens of prompt and output together.
       block_size: position i sees position j if i // block_size >= j // block_size; 1 is causal.
       mask_token_id: the [MASK] token of a block-diffusion model; None for an autoregressive model.
       token_shift: row i predicts token i + 1; without it (SDAR) a block-diffusion model fills position i from row i.

@@ -76,7 +76,7 @@ def convert(
     The folder appears only when it is complete. The host holds the model and at most one more parameter.
 
     Args:
-      dtype: of the stored parameters; None: as stored, or float32 for GGUF files.
+      dtype: dtype of the stored parameters; None: as stored, or float32 for GGUF files.
       overwrite: replaces an earlier conversion at `out`, once the new one is complete.
 
     Raises:

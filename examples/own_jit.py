@@ -78,8 +78,8 @@ def main(target: str, drafter: str, prompts: list[list[int]], limit: int = 24) -
         plan=make_plan(drafts, platform=jax.default_backend()),
     )
     answers = [row[begin:end].tolist() for row, begin, end in zip(np.asarray(ids), lengths, np.asarray(ends))]
-    for number, (found, length) in enumerate(zip(answers, drafted)):
-        print(f"{number}: {found}, {length:.1f} tokens a draft")
+    for number, (actual, length) in enumerate(zip(answers, drafted)):
+        print(f"{number}: {actual}, {length:.1f} tokens a draft")
     return answers
 
 

@@ -33,7 +33,7 @@ class GenerationConfig:
 
     Attributes:
       method: a key of `drafters.METHODS`, or `dllm`; None: `auto`.
-      options: of the method, by name; None counts as absent. Keywords that are no fields join them.
+      options: options of the method, by name; None counts as absent. Keywords that are no fields join them.
       resolution: the checked options, once the request is resolved; None before.
     """
 

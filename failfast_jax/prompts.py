@@ -78,7 +78,7 @@ def answer_text(tokenizer: Any, prompt: Any, ids: Sequence[int], stop: Sequence[
 
     Args:
       prompt: see `encode`.
-      ids: of the prompt.
+      ids: token ids of the prompt.
       stop: see `TextStream`.
     """
     if tokenizer is None:

@@ -78,19 +78,19 @@ def launches(dump: Path) -> dict:
     """
     [path] = dump.glob("*jit_generate.thunk_sequence_after_thunk_passes.txt")
     above: list[tuple[int, str]] = []
-    found, round_ = [], []
+    actual, round_ = [], []
     for line in path.read_text().splitlines():
         if not (thunk := re.match(r"( *)\d+: (k\w+)", line)):
             continue
         depth, kind = len(thunk[1]), thunk[2]
         above = [one for one in above if one[0] < depth]
         parents = [name for _, name in above]
-        found.append((kind, "kCommandBuffer" in parents))
+        actual.append((kind, "kCommandBuffer" in parents))
         # The first loop's body has its conditions beside it, of which no graph is made.
         if parents == ["kWhile"] and kind != "kCustomKernel":
             round_.append(kind)
         above.append((depth, kind))
-    kernels = [in_graph for kind, in_graph in found if kind == "kCustomCall"]
+    kernels = [in_graph for kind, in_graph in actual if kind == "kCustomCall"]
     return {"round": round_, "kernels": len(kernels), "in_graphs": sum(kernels)}
 
 

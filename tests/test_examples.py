@@ -18,11 +18,11 @@ pytestmark = pytest.mark.long
 def test_a_stopping_rule_in_ones_own_jit(monkeypatch, capsys):
     """As its first lines say."""
     monkeypatch.setattr("sys.argv", ["own_jit.py", str(TARGET), str(DRAFTER)])
-    found = runpy.run_path(str(GOLDEN.parents[2] / "examples" / "own_jit.py"), run_name="__main__")
-    plain = FailFast(TARGET).generate(found["PROMPTS"], method="vanilla", max_new_tokens=24)
+    actual = runpy.run_path(str(GOLDEN.parents[2] / "examples" / "own_jit.py"), run_name="__main__")
+    plain = FailFast(TARGET).generate(actual["PROMPTS"], method="vanilla", max_new_tokens=24)
     lines = [line.partition(": ")[2].split("], ") for line in capsys.readouterr().out.splitlines()]
     assert [json.loads(f"{ids}]") for ids, _ in lines] == [result.output_ids for result in plain]
-    lengths = [float(said.split()[0]) for _, said in lines]
+    lengths = [float(messages.split()[0]) for _, messages in lines]
     assert all(10 <= length < 60 for length in lengths)
 
 
@@ -54,9 +54,9 @@ def test_the_notebook(tmp_path, monkeypatch):
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    said = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert "plain decoding says the same: True" in said and "drafted tokens accepted (" in said
-    assert "ok      decoding: compiles and runs, with drafts as without" in said
+    messages = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "plain decoding says the same: True" in messages and "drafted tokens accepted (" in messages
+    assert "ok      decoding: compiles and runs, with drafts as without" in messages
     pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
     assert len(pages) == 1 and "Rounds of an answer" in pages[0]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1

@@ -40,10 +40,10 @@ def answers(drafter: str) -> tuple[dict, list[dict]]:
 
 def paths(tokens: list[int], parent: list[int]) -> set[tuple[int, ...]]:
     """The tokens from the root's children to each node."""
-    found: list[tuple[int, ...]] = []
+    actual: list[tuple[int, ...]] = []
     for token, at in zip(tokens, parent):
-        found.append((*(found[at] if at >= 0 else ()), token))
-    return set(found)
+        actual.append((*(actual[at] if at >= 0 else ()), token))
+    return set(actual)
 
 
 def assert_same(case: dict, rounds: list[dict], output: list[int]) -> None:

@@ -56,9 +56,9 @@ LAYERS = (
 
 
 def files(*folders: str) -> list[Path]:
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert found
-    return found
+    actual = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert actual
+    return actual
 
 
 @functools.cache

@@ -53,8 +53,8 @@ def diffusion(block: int = 8, fond: float = 4.0) -> Decoder:
 
 def sdar() -> Decoder:
     """Its models have blocks of 4."""
-    own = {"model_type": "sdar", "token_shift": False, "qk_norm": True, "qkv_bias": False}
-    return fond_of(random_model(diffusion_config(4, **own, **SIZES), seed=2, gain=2.0), {FAVOURITE: 1.0})
+    kind = {"model_type": "sdar", "token_shift": False, "qk_norm": True, "qkv_bias": False}
+    return fond_of(random_model(diffusion_config(4, **kind, **SIZES), seed=2, gain=2.0), {FAVOURITE: 1.0})
 
 
 def pair() -> tuple[Decoder, Decoder]:

@@ -70,11 +70,11 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
     assert report["collectives_in_the_loop"]["all-gather"] == 0
     if costs:
         return
-    for name, found in report["passes"].items():
-        assert found["all_reduces_per_layer"] == 2, name
+    for name, actual in report["passes"].items():
+        assert actual["all_reduces_per_layer"] == 2, name
         # What the text says is read is what has to be: weights and live cache, once.
-        assert 0.9 < found["traffic_ms"] / found["floor_ms"] < 1.15, name
-        assert found["floor_ms"] < found["ms"], name
+        assert 0.9 < actual["traffic_ms"] / actual["floor_ms"] < 1.15, name
+        assert actual["floor_ms"] < actual["ms"], name
 
 
 @pytest.mark.long(rare=True)
@@ -88,10 +88,10 @@ def test_what_is_predicted_where_others_measured(place):
         "found = {tp: aot_report.published_passes(measured, tp) for tp in measured.passes_ms}\n"
         "print(json.dumps({tp: dataclasses.asdict(passes) for tp, passes in found.items()}))\n"
     )
-    found = json.loads(run("-c", program).splitlines()[-1])
+    actual = json.loads(run("-c", program).splitlines()[-1])
     for tp, passes in published_speeds.measurements()[place].passes_ms.items():
         # Another libtpu schedules otherwise.
-        assert found[str(tp)] == pytest.approx(dataclasses.asdict(passes), rel=0.1)
+        assert actual[str(tp)] == pytest.approx(dataclasses.asdict(passes), rel=0.1)
 
 
 @pytest.mark.long(rare=True)

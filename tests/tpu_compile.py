@@ -81,17 +81,17 @@ def widened(text: str, shapes: set[tuple[int, ...]]) -> list[str]:
     flat = {(math.prod(shape[:-1]), shape[-1]) for shape in shapes}
     shapes = shapes | flat | {shape[::-1] for shape in flat}
     passed_on = "parameter|get-tuple-element|tuple|bitcast|while|conditional|call|copy|copy-start|copy-done|custom-call"
-    found, fused = [], False
+    actual, fused = [], False
     for line in text.splitlines():
         if head := re.match(r"(?:ENTRY )?%([\w.\-]+) \(", line):
             fused = bool(re.search(rf"calls=%{re.escape(head.group(1))}\b", text))
-        made = re.match(r"\s+(?:ROOT )?%[\w.\-]+ = (.+?) ([\w\-]+)\(", line)
-        if fused or not made or re.fullmatch(passed_on, made.group(2)):
+        created = re.match(r"\s+(?:ROOT )?%[\w.\-]+ = (.+?) ([\w\-]+)\(", line)
+        if fused or not created or re.fullmatch(passed_on, created.group(2)):
             continue
-        arrays = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", made.group(1))
+        arrays = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", created.group(1))
         if any(tuple(size for size in map(int, dims.split(",")) if size > 1) in shapes for dims in arrays):
-            found.append(line.strip()[:160])
-    return found
+            actual.append(line.strip()[:160])
+    return actual
 
 
 VARIANTS = {

@@ -109,7 +109,7 @@ class Row:
     Attributes:
       label: names it in records, tables and figures; unique in a run.
       method: a key of `METHODS`.
-      options: of the request and of the method, where they differ from the run's common ones, and `OURS`. Before
+      options: options of request and method, where they differ from the run's common ones, and `OURS`. Before
         `points`, a tuple holds the values of a sweep, and a mapping the values by size of the target.
       sweep: the sweep that it is a point of, whose best point stands for it in the summary; empty for none.
       optional: left out, with a note, if it cannot run here.

@@ -178,7 +178,7 @@ class Checkpoint:
         """Reads the parameters by their paths: several at a time, each process its devices' parts.
 
         Args:
-          dtype: of all parameters, or of each by its path.
+          dtype: dtype of all parameters, or of each by its path.
           place: the sharding of a parameter, given its path and its shape; None: the default device.
           convert: the arrays that replace a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`, also for errors.

@@ -67,7 +67,7 @@ def save_fast_dllm(
     """Writes a folder that `load_model` reads, and the release's code; `config.json` comes last.
 
     Args:
-      config: of `as_fast_dllm`.
+      config: configuration that `as_fast_dllm` returned.
       params: all parameters of its `Decoder`, by path.
       tokenizer: written beside them, with the mask token added where its id is the next one, as in the release.
       storage: one of `drafter_folder.STORAGES`.
@@ -100,8 +100,8 @@ def save_borrowing(
     """Writes a drafter that borrows embedding and head from a target.
 
     Args:
-      config: of `target.with_mask_row`.
-      params: of its layers and final norm, by path, and `mask` `[E]`.
+      config: result of `target.with_mask_row`.
+      params: parameters of its layers and final norm, by path, and `mask` `[E]`.
       storage: one of `drafter_folder.STORAGES`.
       extra: joins `config.json`.
     """

@@ -139,7 +139,7 @@ def gumbel_noise(
     """Standard Gumbel noise keyed by (seed, sequence, position): the same for every method.
 
     Args:
-      stream: of other draws for the same position; of `dllm` the number of the pass.
+      stream: number of other draws for the same position; in `dllm` the number of the pass.
     """
     return _draw(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="low"), sampling, positions, stream)
 

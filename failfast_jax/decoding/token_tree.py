@@ -101,7 +101,7 @@ def best_nodes(
     Args:
       value: -inf: no candidate. No candidate may be worth more than its parent; of equals, the first are taken.
       parent: number of each candidate's parent, which comes before it; -1: the root.
-      confidence: of each candidate after its parent.
+      confidence: confidence of each candidate after its parent.
     """
     count = value.shape[1]
     nodes = min(budget, count)

@@ -149,13 +149,13 @@ class AttentionCase:
     """The shapes and the device by which a kernel is chosen.
 
     Attributes:
-      dtype: of the cache.
-      head_dim: of queries, keys and values.
+      dtype: dtype of the cache.
+      head_dim: size of queries, keys and values.
       heads: query heads.
       kv_heads: heads of keys and values.
       capacity: positions of the cache.
       width: rows of the window; None: not known yet, as before a model is loaded.
-      pattern: of its mask: `TEXT`, `SLIDING`, `TREE` or `COPIES`.
+      pattern: kind of mask: `TEXT`, `SLIDING`, `TREE` or `COPIES`.
       copies: groups of rows, if the pattern is `COPIES`.
       device: its `platform`, and `device_kind` (TPU) or `compute_capability` (GPU); None: only shapes are asked for.
     """
@@ -184,11 +184,11 @@ class Limits:
     """Cases that a kernel takes.
 
     Attributes:
-      patterns: of masks.
+      patterns: kinds of masks.
       rows: maximum rows of a window, or of each copy; None: any number.
       head_dims: sizes of a head; None: any.
       capacity: the cache's positions are a multiple of it.
-      dtypes: of the cache.
+      dtypes: dtypes of the cache.
     """
 
     patterns: tuple[str, ...]

@@ -131,7 +131,7 @@ def attend(
     """Rotates, writes keys and values into the cache, and attends: all between a layer's two projections.
 
     Args:
-      qkv: of each KV head its G query heads, its key and its value.
+      qkv: for each KV head its G query heads, its key and its value.
       kernel: one of `KERNELS`; what its kernels refuse is served by plain jnp, or on a GPU by XLA's attention.
 
     Returns:

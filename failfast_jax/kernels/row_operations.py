@@ -24,7 +24,7 @@ def product(
     itself: inside a `shard_map` only, or on one device.
 
     Args:
-      weight: of any floating-point type, or int8.
+      weight: floats of any type, or int8.
     """
     plain = functools.partial(xla_product, preferred=preferred)
     width = x.shape[-2] if x.ndim > 1 else 1

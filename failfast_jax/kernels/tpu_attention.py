@@ -269,7 +269,7 @@ def attend(
     live position is not written.
 
     Args:
-      qkv: of each KV head its G query heads, its key and its value.
+      qkv: for each KV head its G query heads, its key and its value.
     """
     if window.seen is None:
         out, *cache = _attention(qkv, cache, window, True, interpret)

@@ -31,7 +31,7 @@ def check_attention(
       heads: query heads.
       rows: width of the window.
       start: cache position of the window's first row.
-      block_size: of the mask; 1 is causal.
+      block_size: block size of the mask; 1 is causal.
       kernel: one of `kernel_table.KERNELS`; None: the one that serves here.
 
     Returns:

@@ -136,7 +136,7 @@ class MarkovHead(nnx.Module):
         Args:
           kind: one of `MARKOV_HEADS`.
           drafted: tokens of the vocabulary that can be drafted.
-          size: of hidden states.
+          size: size of hidden states.
         """
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
         self.rank = rank
@@ -202,7 +202,7 @@ class DSpark(FeatureNetwork):
 
         Args:
           tokens: anything where `known` is false.
-          features: of the position before the root's.
+          features: features of the position before the root's.
         """
         if self.row_inputs is None:
             return embed[jnp.where(known, tokens, self.config.mask_token_id)].astype(self.dtype)
@@ -264,7 +264,7 @@ class DSpark(FeatureNetwork):
 
         Args:
           rows: see `inputs`.
-          features: of positions 0 .. L-1; a block sees those before its anchor, the root's position.
+          features: features of positions 0 .. L-1; a block sees those before its anchor, the root's position.
         """
         batch, count, width, _ = rows.shape
         base = self.config.base

@@ -90,7 +90,7 @@ class Attention(nnx.Module):
     so that a mesh axis can shard the leading axis.
 
     Args:
-      in_size: of what it reads, where that is not the residual stream.
+      in_size: size of its input, where that is not the residual stream.
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, in_size: int | None = None):

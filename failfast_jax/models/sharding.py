@@ -212,7 +212,7 @@ def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] 
     """A mesh of the first `tensor * data` devices; of several processes, of all that they have together.
 
     Args:
-      config: of the model that is to be spread, for the advice in an error.
+      config: configuration of the model that is to be spread, for the advice in an error.
 
     Raises:
       OptionError: there are fewer, or some process would be left out.

@@ -42,7 +42,7 @@ class Request:
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: maximum tokens to emit.
-      temperature: of the target's softmax; 0 is greedy.
+      temperature: softmax temperature of the target; 0 is greedy.
       top_k, top_p: number and total probability of the most probable tokens to sample from; 0 and 1: all.
       seed, sequence: with a token's position they determine the random numbers, whatever the row.
       eos: stop token ids, at most `decoding.decode_state.MAX_EOS_TOKENS`.
@@ -213,7 +213,7 @@ class Session:
         """Puts a request into a row, whatever was there. No host wait; only the first call compiles.
 
         Args:
-          state: of this session; donated.
+          state: a state of this session; donated.
           single: state of a session with the same drafter and capacity, whose first row is taken.
 
         Raises:

@@ -27,7 +27,7 @@ class Finished:
       rounds: none if it was cancelled before it began.
       drafted, accepted: tokens drafted, and those that the target accepted.
       waited_s, first_s, total_s: seconds in the queue, to the first token (None without a token), and in all.
-      logprobs: of each of `output_ids`; None if they were not requested.
+      logprobs: log-probability of each of `output_ids`; None if they were not requested.
     """
 
     prompt_ids: list[int]

@@ -118,7 +118,7 @@ class Service:
 
     Args:
       queue: open.
-      options: of the server.
+      options: options of the server.
       model: name of the model in the API.
     """
 

@@ -216,7 +216,7 @@ class Reply:
     """The JSON of one answer, whole or in chunks: of a chat, or of a completion.
 
     Args:
-      spelling: of the tokens whose log-probabilities are reported.
+      spelling: spelling of the tokens whose log-probabilities are reported.
     """
 
     def __init__(self, model: str, request: CompletionRequest | ChatRequest, spelling: Spelling):

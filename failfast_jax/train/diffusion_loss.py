@@ -67,7 +67,7 @@ def draw_masks(key: Array, maskable: Bool[Array, "B L"], block: int, kind: str) 
     Args:
       key: a PRNG key; equal keys give equal masks.
       maskable: the answers' positions; no other is ever masked.
-      kind: of `--corruption`.
+      kind: a value of `--corruption`.
     """
     blocks = in_blocks(maskable, block)
     _, *keys = jax.random.split(key, 4)

@@ -28,7 +28,7 @@ class DiffusionStart:
 
     Attributes:
       source: the checkpoint, autoregressive or of block diffusion.
-      model_config: of the block-diffusion model that it becomes.
+      model_config: configuration of the block-diffusion model that it becomes.
       tokenizers: the target's and the model's; each may be None. Evaluation prompts are encoded with the target's.
     """
 
@@ -91,9 +91,9 @@ class DiffusionObjective(Objective):
     """`Objective` of a whole block-diffusion model, which drafts for any target with its tokens.
 
     Args:
-      model_config: of `as_fast_dllm`.
+      model_config: configuration that `as_fast_dllm` returned.
       params: all parameters by path, or their shapes.
-      tokenizers: of `DiffusionStart`; the model's is written beside its weights.
+      tokenizers: as in `DiffusionStart`; the model's is written beside its weights.
     """
 
     def __init__(

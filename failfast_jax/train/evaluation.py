@@ -32,7 +32,7 @@ class Evaluation:
 
     Attributes:
       last: the last result.
-      drafts: of the last result: the confidences of each draft's tokens, and how many were accepted.
+      drafts: of the last result, the confidences of each draft's tokens, and how many were accepted.
     """
 
     def __init__(self, target: Decoder, objective: Objective, held_out: Documents, config: TrainConfig):

@@ -29,7 +29,7 @@ def begin(
       create: False: an absent folder stays absent, and nothing is written.
       foreign: files of this pattern, in a folder without settings, belong to something else.
       grows: a setting, a number, that may be larger than before: the larger one is stored, and reported.
-      flag: of the folder, for messages.
+      flag: flag that names the folder, for messages.
 
     Raises:
       OptionError: the folder was begun with other settings, is no folder, or belongs to something else.

@@ -100,7 +100,7 @@ class WriterTexts:
     """Texts that a shard depends on.
 
     Attributes:
-      openings: of prompts that the target writes.
+      openings: openings of prompts that the target writes.
       held_out: texts as `normal` returns them.
       questions: texts of users that are answered instead of prompts that the target writes.
     """
@@ -206,7 +206,7 @@ class Writer:
       engine: the target, with its tokenizer.
 
     Attributes:
-      turn: of `user_turn`.
+      turn: result of `user_turn`.
       skipped: prompts that were not used, by reason.
       tokens: written so far, of prompts and answers.
 

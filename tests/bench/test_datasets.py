@@ -182,13 +182,13 @@ def test_paths_of_any_name(tmp_path, monkeypatch):
     mine = write(folder / "mine,all.jsonl", [{"prompt": "x"}])
     monkeypatch.setenv("HOME", str(folder))
     for text in (str(rows), f"math500={rows}", "~/math=500*.jsonl", "math500=~/math=500*.jsonl"):
-        (found,) = RunConfig(dataset=("math500",), data=(text,)).read_datasets()
-        assert len(found.questions) == 1
+        (actual,) = RunConfig(dataset=("math500",), data=(text,)).read_datasets()
+        assert len(actual.questions) == 1
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["--dataset", str(mine), "--dataset", "math500,humaneval", "--data", f"math500={rows}", "--limit", "1"]
-    found = RunConfig.from_flags(parser.parse_args(words)).read_datasets()
-    assert [dataset.name for dataset in found] == ["mine,all.jsonl", "math500", "humaneval"]
-    assert "METADATA" in found[-1].questions[0].reference["test"]  # of the package, offline
-    (found,) = RunConfig(dataset=("~/mine,all.jsonl",)).read_datasets()
-    assert found.name == "mine,all.jsonl"
+    actual = RunConfig.from_flags(parser.parse_args(words)).read_datasets()
+    assert [dataset.name for dataset in actual] == ["mine,all.jsonl", "math500", "humaneval"]
+    assert "METADATA" in actual[-1].questions[0].reference["test"]  # of the package, offline
+    (actual,) = RunConfig(dataset=("~/mine,all.jsonl",)).read_datasets()
+    assert actual.name == "mine,all.jsonl"

@@ -52,12 +52,12 @@ def test_rows_are_the_papers():
 
 def test_averages_are_over_questions():
     run = paper_run()
-    found, sums = run.means.loc[FAILFAST, "math500"], run.pooled.loc[FAILFAST, "math500"]
-    assert found.acceptance == pytest.approx((10 / 30 + 5 / 10) / 2) and sums.acceptance == 15 / 40
-    assert (found.accepted, found.speculated, found.passes) == (5.0, 12.5, 2.25)
-    assert found.measured == pytest.approx((3 + 1.5) / 2) and sums.measured == 2.0
-    assert found.modelled == pytest.approx((120 / 25 + 60 / 12) / 2)
-    assert (found.most_accepted, found.most_speculated) == (10, 20)
+    actual, sums = run.means.loc[FAILFAST, "math500"], run.pooled.loc[FAILFAST, "math500"]
+    assert actual.acceptance == pytest.approx((10 / 30 + 5 / 10) / 2) and sums.acceptance == 15 / 40
+    assert (actual.accepted, actual.speculated, actual.passes) == (5.0, 12.5, 2.25)
+    assert actual.measured == pytest.approx((3 + 1.5) / 2) and sums.measured == 2.0
+    assert actual.modelled == pytest.approx((120 / 25 + 60 / 12) / 2)
+    assert (actual.most_accepted, actual.most_speculated) == (10, 20)
     table = lines(averages.details(run))
     assert [FAILFAST, "Acceptance rate, %", "41.7 (40.6)", "41.7 (40.6)"] in table
     assert [FAILFAST, "Acceptance rate, %, pooled", "37.5 (40.6)", "37.5 (40.6)"] in table
@@ -126,11 +126,11 @@ def test_a_pass_of_eagle_has_no_price():
     """The authors' latency of a pass is that of a model of 1.5B; EAGLE-3 was timed."""
     rows = [answer("eagle3", "eagle3", q, [(8, 4, 8)], {}, decode_s=s) for q, s in (("a", 3.0), ("b", 2.0))]
     run = paper_run([*RECORDS, *rows])
-    found = run.means.loc["eagle3", "math500"]
-    assert np.isnan([found.modelled, found.draft_ms, run.pooled.modelled["eagle3", "math500"]]).all()
-    assert found.measured == 2.5 and ["eagle3", "modelled", "-", "-"] in lines(averages.ratios(run))
-    found = claimed(run, paper_run())["FailFast over EAGLE-3, measured, mean"]
-    assert found[0] == "0.90 to 0.90"  # 2.25 over 2.5
+    actual = run.means.loc["eagle3", "math500"]
+    assert np.isnan([actual.modelled, actual.draft_ms, run.pooled.modelled["eagle3", "math500"]]).all()
+    assert actual.measured == 2.5 and ["eagle3", "modelled", "-", "-"] in lines(averages.ratios(run))
+    actual = claimed(run, paper_run())["FailFast over EAGLE-3, measured, mean"]
+    assert actual[0] == "0.90 to 0.90"  # 2.25 over 2.5
 
 
 def test_latencies():

@@ -27,10 +27,10 @@ def test_prefills_and_own_passes(reuse):
         text, kept = rng.integers(2, 39, size).tolist(), None
         [result] = engine.generate([text], config)
         record = {**to_record(result), "drafter": shape_of(config), "options": {"reuse": reuse}}
-        for entry, (own, prefill) in zip(record["detail"], aligned_passes(record)):
+        for entry, (passes, prefill) in zip(record["detail"], aligned_passes(record)):
             [answer] = engine.generate([text], max_new_tokens=1, ignore_eos=True, method="failfast", **OPTIONS)
             alone = answer.rounds[0]
-            assert own == alone.passes
+            assert passes == alone.passes
             need = len(text) // BLOCK * BLOCK
             assert prefill == (len(text) > BLOCK and kept != need)
             kept = need if len(text) > BLOCK else None

@@ -57,11 +57,11 @@ def test_a_killed_run_goes_on(stub, bench, out, tmp_path, capsys):
     """Killed after every other number of answers: each is given once, and the summary is the same."""
     args, whole = ("failfast,lookup", "--repeats", "2"), tmp_path / "whole"
     assert bench(*args, to=whole) == 0
-    given = list(stub.given)
-    assert len(given) == 18 and "goes on" not in capsys.readouterr().err
+    requested = list(stub.given)
+    assert len(requested) == 18 and "goes on" not in capsys.readouterr().err
     # Shortest prompt first, and every other turn the other way round.
-    assert [prompt for *_, prompt in given[:9]] == [p for p in sorted(PROMPTS, key=len) for _ in range(3)]
-    assert [method for method, *_ in given[:6]] == [BASELINE, "failfast", "lookup", "lookup", "failfast", BASELINE]
+    assert [prompt for *_, prompt in requested[:9]] == [p for p in sorted(PROMPTS, key=len) for _ in range(3)]
+    assert [method for method, *_ in requested[:6]] == [BASELINE, "failfast", "lookup", "lookup", "failfast", BASELINE]
     stub.given.clear()
     for count in range(1, 18, 2):
         stub.fail_after = count
@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on(stub, bench, out, tmp_path, capsys):
                 file.write('{"kind": "answer", "dataset"')
     stub.fail_after = None
     assert bench(*args) == 0
-    assert stub.given == given
+    assert stub.given == requested
 
     assert summary_of(out) == summary_of(whole)
     assert "is cut off" in capsys.readouterr().err
@@ -101,15 +101,15 @@ def test_sweeps_report_the_best(bench, out, capsys, monkeypatch):
     monkeypatch.setattr(plots, "FIGURES", {"tau": plots.FIGURES["sensitivity_tau"]})
     sweep = ["--sweep", "failfast:tau=0.3|0.5"]
     assert bench("ar:spec_len=3:8,fast-dllm:spec_len=3:8", "--ar-drafter", "small", *sweep, "--figures") == 0
-    text, found = capsys.readouterr().out, summary_of(out)
-    table = found["settings"]
+    text, actual = capsys.readouterr().out, summary_of(out)
+    table = actual["settings"]
     for method in ("ar", "fast-dllm"):
         name = f"{method}:spec_len"
-        points, best = found["sweeps"][name]["points"], found["sweeps"][name]["best"]
+        points, best = actual["sweeps"][name]["points"], actual["sweeps"][name]["best"]
         assert points == [f"{method}:spec_len={n}" for n in range(3, 9)]
         assert table[best]["speedup"] == max(table[p]["speedup"] for p in points) > table[points[0]]["speedup"]
-        assert found["rows"][best] == f"{name} (best: {best.rpartition(':')[2]})" and f"**{best}**" in text
-        assert sum(label in found["rows"] for label in points) == 1
+        assert actual["rows"][best] == f"{name} (best: {best.rpartition(':')[2]})" and f"**{best}**" in text
+        assert sum(label in actual["rows"] for label in points) == 1
     figures = sorted((out / "figures").iterdir())
     assert [file.name for file in figures] == ["tau.png", "tau.svg"]
     # Drawn again from the records alone.
@@ -303,9 +303,9 @@ def test_a_corpus_holds_the_questions_before(stub, bench, monkeypatch):
     """Whatever was killed and begun again: it is filled from the records."""
     seen, generate = [], stub.generate
 
-    def watched(given, config):
-        seen.append((config.method, given[0], stub.corpus and stub.corpus.tokens[stub.corpus.tokens >= 0].tolist()))
-        return generate(given, config)
+    def watched(requested, config):
+        seen.append((config.method, requested[0], stub.corpus and stub.corpus.tokens[stub.corpus.tokens >= 0].tolist()))
+        return generate(requested, config)
 
     monkeypatch.setattr(stub, "generate", watched)
     stub.fail_after = 5
@@ -318,8 +318,8 @@ def test_a_corpus_holds_the_questions_before(stub, bench, monkeypatch):
     answer = stub.encode(stub.text(""))
     for index, prompt in enumerate(ordered):
         earlier = [token for other in ordered[:index] for token in other + answer]
-        found = [corpus for method, given, corpus in seen if given == prompt and method == "suffix"]
-        assert sorted(found, key=lambda corpus: corpus is not None) == [None, earlier]
+        actual = [corpus for method, requested, corpus in seen if requested == prompt and method == "suffix"]
+        assert sorted(actual, key=lambda corpus: corpus is not None) == [None, earlier]
         assert (BASELINE, prompt, None) in seen
 
 

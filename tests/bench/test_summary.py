@@ -95,12 +95,12 @@ def test_the_files_of_a_summary(tmp_path):
     answers = AnswerLog.of(records).frame()
     text = summary.write_summary([Dataset("math500", (Question("0", "x"),))], rows, answers, about, tmp_path)
     assert text == (tmp_path / "summary.md").read_text() and "Left out: `eagle3` (needs it)." in text
-    found = json.loads((tmp_path / "summary.json").read_text())["datasets"]["math500"]
-    assert found["sweeps"] == {"ar": {"points": [row.label for row in rows], "best": "ar:spec_len=2"}}
-    assert found["rows"] == {BASELINE: BASELINE, "ar:spec_len=2": "ar (best: spec_len=2)"}
+    actual = json.loads((tmp_path / "summary.json").read_text())["datasets"]["math500"]
+    assert actual["sweeps"] == {"ar": {"points": [row.label for row in rows], "best": "ar:spec_len=2"}}
+    assert actual["rows"] == {BASELINE: BASELINE, "ar:spec_len=2": "ar (best: spec_len=2)"}
     assert "**ar:spec_len=2**" in text
     table = pd.read_csv(io.StringIO((tmp_path / "summary.csv").read_text()), index_col="setting")
-    assert table.speedup.to_dict() == {label: row["speedup"] for label, row in found["settings"].items()}
+    assert table.speedup.to_dict() == {label: row["speedup"] for label, row in actual["settings"].items()}
     assert table["prompt_speedup.median"]["ar:spec_len=8"] == 9 / 8
 
 

@@ -59,7 +59,9 @@ def test_a_folder_knows_its_kind_and_its_method():
 
 def test_a_start_reads_each_configuration_once(monkeypatch, capsys):
     opened, open_file = Counter(), Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *args, **how: opened.update([path]) or open_file(path, *args, **how))
+    monkeypatch.setattr(
+        Path, "open", lambda path, *args, **options: opened.update([path]) or open_file(path, *args, **options)
+    )
     models = {"--target": GOLDEN / "field/qwen3_a", "--drafter": GOLDEN / DFLASH}
     arguments = [word for flag, model in models.items() for word in (flag, str(model))]
     assert generate.main([*arguments, "--token-ids", "3,5,9", "--max-new-tokens", "1", "--method", "dflash"]) == 0

@@ -143,10 +143,10 @@ def test_groups_of_rows_see_what_they_are_told():
     batch, copies, size, kv_heads, head_dim = 2, 18, 8, 2, 64
     qkv, k, v = arrays((batch, copies * size, 3 * kv_heads, kv_heads, head_dim, 384, "float32"), 3)
     start = np.asarray([40, 200], np.int32)
-    own = start[:, None] + np.arange(copies) * size
-    seen = np.stack([np.broadcast_to(start[:, None], own.shape)] * 3 + [own, own + size], 2)
+    copy_start = start[:, None] + np.arange(copies) * size
+    seen = np.stack([np.broadcast_to(start[:, None], copy_start.shape)] * 3 + [copy_start, copy_start + size], 2)
     # Rows 2 to 5 of the last copy: the block's first one is seen around them.
-    seen[:, -1] = np.stack([start + 2, start + 6, start + size, own[:, -1] + 2, own[:, -1] + 6], 1)
+    seen[:, -1] = np.stack([start + 2, start + 6, start + size, copy_start[:, -1] + 2, copy_start[:, -1] + 6], 1)
     cos, sin = angles(start, size, head_dim)
     window = Window(
         *(jnp.tile(x, (1, copies, 1, 1)) for x in (cos, sin)), start, np.int32(seen.max()), seen=jnp.asarray(seen)

@@ -26,9 +26,9 @@ def linears(model) -> list[Linear]:
     return [node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]
 
 
-def difference(found, expected) -> float:
+def difference(actual, expected) -> float:
     """Root mean square of the difference between logits, over their standard deviation."""
-    return np.sqrt(np.mean((np.asarray(found) - expected) ** 2)) / np.std(expected)
+    return np.sqrt(np.mean((np.asarray(actual) - expected) ** 2)) / np.std(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -51,18 +51,20 @@ def test_a_run_makes_a_model_of_its_own(corpus, tmp_path):
     settings = json.loads((tmp_path / "run" / "train.json").read_text())
     wanted = {"family": "diffusion", "block_start": "noised", "mask_logit": "scored", "packing": "stream"}
     assert wanted.items() <= settings.items() and settings["weight_decay"] == 0 and settings["steps"] == 30
-    made = tmp_path / "run" / "drafter"
-    tokenizer, model = load_tokenizer(made), load_model(made)
+    drafter = tmp_path / "run" / "drafter"
+    tokenizer, model = load_tokenizer(drafter), load_model(drafter)
     assert tokenizer.convert_tokens_to_ids("|<MASK>|") == model.config.mask_token_id == len(load_tokenizer(target))
     assert model.config.block_size == 16 and model.config.vocab_size == 160
     options = {"max_new_tokens": 12, "ignore_eos": True}
-    one, two = (FailFast(target, made).generate("count", method=name, **options)[0] for name in ("failfast", "vanilla"))
+    one, two = (
+        FailFast(target, drafter).generate("count", method=name, **options)[0] for name in ("failfast", "vanilla")
+    )
     assert one.output_ids == two.output_ids and one.stats.drafted > 0
-    text = FailFast(made).generate("count", method="dllm", max_new_tokens=32)[0].text
+    text = FailFast(drafter).generate("count", method="dllm", max_new_tokens=32)[0].text
     assert text.replace(" ", "").startswith("onetwothree")  # it knows its documents by heart, a letter per token
-    more = ["--start", str(made), "--block-size", "32", "--steps", "2"]
+    more = ["--start", str(drafter), "--block-size", "32", "--steps", "2"]
     assert main(arguments(target, corpus, tmp_path / "longer", *more)) == 0
-    shutil.rmtree(made)
+    shutil.rmtree(drafter)
     shutil.rmtree(target)
     longer = load_model(tmp_path / "longer" / "drafter")
     assert longer.config == dataclasses.replace(model.config, block_size=32)

@@ -38,9 +38,9 @@ class Latency(NamedTuple):
     """Cost of forward passes, in one unit.
 
     Attributes:
-      draft_pass: of the drafter.
-      target_step: of the target, whether it decodes one token or verifies a draft.
-      name: of the place where it holds.
+      draft_pass: cost of a drafter's pass.
+      target_step: cost of a target's pass, whether it decodes one token or verifies a draft.
+      name: name of the place where it holds.
     """
 
     draft_pass: float
@@ -97,7 +97,7 @@ class PaperRun(NamedTuple):
       published: the paper's, as far as it has them.
       chosen: per dataset and row, the label that stands for it.
       answered: per dataset, how many questions (each as often as it was asked) all rows answered, and how many any.
-      sums: of all answers; see `sums_of`.
+      sums: sums over all answers; see `sums_of`.
     """
 
     target: str

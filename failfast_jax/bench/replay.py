@@ -4,8 +4,8 @@ The models have the shapes of Qwen2.5 and Fast-dLLM v2 and random weights, so th
 each draft and of its accepted part are drawn beforehand, from a law fitted to the paper's statistics
 (`acceptance_law`), and imposed on the real compiled round: the drafter's own expansion with a stopping rule that ends
 at the drawn length, the target's own verify, and picks overwritten so that exactly the drawn number of tokens agrees.
-Every pass of every model is executed; nothing leaves the device inside the loop. `vanilla` is timed in turn with it,
-from the same context on.
+Every pass of every model is executed; nothing leaves the device inside the loop. `vanilla`, verifies and drafter passes
+are timed in turn with it, from the same context on.
 
 The result is the engine's speed *if* drafts are accepted as in the paper. It is no measurement of a drafter.
 """
@@ -70,11 +70,11 @@ DEFAULT_CAP = 60
 # -- programs --------------------------------------------------------------------------------------------------------
 
 Caches = tuple[KVCache, ...]
-"""The target's, then the drafter's."""
+"""The target's cache, then the drafter's."""
 
 
 class Models(NamedTuple):
-    """A pair; every program takes it, its caches, a prompt, and the number of steps or the draws."""
+    """A pair. Every program takes it, its caches, a prompt, and the number of steps or the draws."""
 
     target: Decoder
     drafter: Wide
@@ -89,7 +89,7 @@ class Draws(NamedTuple):
 
 @flax.struct.dataclass
 class AtLength(StopRule):
-    """Stop at a length, whatever the confidences."""
+    """Stops at a length, whatever the confidences."""
 
     length: Int[Array, ""]
 
@@ -139,7 +139,7 @@ def force_acceptance(proposal: Draft, verified: Verified, accepted: Int[Array, "
 def replay_program(
     models: Models, caches: Caches, prompt: Prompts, draws: Draws, *, capacity: int, plan: Plan
 ) -> tuple[Caches, RoundLog]:
-    """All rounds in one loop, as `decode_round.generate` runs them, with the drawn lengths."""
+    """Runs all rounds in one loop, as `decode_round.generate` does, with the drawn lengths."""
     target = models.target
 
     def step(state: DecodeState) -> DecodeState:
@@ -158,7 +158,7 @@ def replay_program(
 def plain_program(
     models: Models, caches: Caches, prompt: Prompts, steps: Int[Array, ""], *, capacity: int, plan: Plan
 ) -> tuple[Caches, RoundLog]:
-    """Plain decoding: the engine's own loop around the drafter that proposes nothing.
+    """Decodes plainly: the engine's own loop around the drafter that proposes nothing.
 
     Each step verifies as many rows as the plan's narrowest width: with a plan of one width it times that verify.
     """
@@ -170,18 +170,19 @@ def plain_program(
 def pass_program(
     models: Models, caches: Caches, prompt: Prompts, steps: Int[Array, ""], *, width: int
 ) -> tuple[Caches, Int[Array, "B W"]]:
-    """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
-    drafter, place = models.drafter, models.drafter.whole_blocks(prompt.length)
-    front = slice(0, drafter.spec_len)
+    """Runs `steps` drafter passes over a window of `width` rows that begins where a round's first pass begins."""
+    drafter = models.drafter
+    start = drafter.whole_blocks(prompt.length)
+    chunk = slice(0, drafter.spec_len)
 
     def one_pass(_, carry):
         cache, tokens = carry
-        hidden, cache, _ = drafter.model.window(tokens, cache, place, jnp.max(place) + width)
-        proposed, confidence = argmax(drafter.logits(hidden[:, front]), confidence=True)
+        hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + width)
+        proposed, confidence = argmax(drafter.logits(hidden[:, chunk]), confidence=True)
         # The proposal changes the next pass's tokens, so that no pass can be left out.
-        return cache, tokens.at[:, front].set(jnp.where(confidence >= 0, proposed, tokens[:, front]))
+        return cache, tokens.at[:, chunk].set(jnp.where(confidence >= 0, proposed, tokens[:, chunk]))
 
-    window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(place), width))
+    window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(start), width))
     cache, window = jax.lax.fori_loop(0, steps, one_pass, (caches[1], window))
     return placed(models, (caches[0], cache), window)
 
@@ -229,22 +230,38 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Emitted tokens: the accepted ones and one a round."""
+        """Emitted tokens: the accepted ones and one per round."""
         return int(self.draws.accepted.sum()) + len(self.draws.accepted)
 
     def bytes_of_a_round(
-        self, context: int, target: Callable[[float], float], drafter: Callable[[float], float]
+        self, context: int, target_bytes: Callable[[float], float], drafter_bytes: Callable[[float], float]
     ) -> float:
         """Returns the mean bytes that a round's passes have to read, given those of a pass by its live positions.
 
-        With a context of 40, drafts of 10 and 20 and 10 and 3 accepted: rounds begin at 40 and 51, verifies see 50 and
-        71 positions, and the three passes of the drafter 50, 61 and 71 (without the masks up to a block's end).
+        With a context of 40, drafts of 10 and 20 tokens, 10 and 3 of them accepted: rounds begin at 40 and 51, verifies
+        see 50 and 71 positions, and the three drafter passes 50, 61 and 71 (without the masks up to a block's end).
         """
         chunks, accepted = (np.asarray(lengths) for lengths in (self.draws.chunks, self.draws.accepted))
         begins = context + np.cumsum(accepted + 1) - (accepted + 1)
         passes = np.concatenate([begin + CHUNK * np.arange(1, n + 1) for begin, n in zip(begins, chunks)])
-        reads = target(float((begins + CHUNK * chunks).mean())) * len(chunks) + drafter(passes.mean()) * len(passes)
-        return reads / len(chunks)
+        verifies = target_bytes(float((begins + CHUNK * chunks).mean())) * len(chunks)
+        return (verifies + drafter_bytes(passes.mean()) * len(passes)) / len(chunks)
+
+
+@dataclasses.dataclass
+class TimedProgram:
+    """A compiled function, and what its runs measured."""
+
+    label: str
+    run: Callable[[Models, Caches, Prompts, Any], tuple[Caches, Any]]
+    steps: int
+    """Tokens, rounds or passes per run."""
+    case: Case | None = None
+    """Its draws are the function's last argument; None: `steps` is."""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    """Per run; the first one warms up."""
+    result: Any = None
+    """The last run's log, or its window of tokens."""
 
 
 def abstract_pair(options: ReplayOptions, mesh: Mesh | None = None) -> Models:
@@ -270,57 +287,46 @@ def abstract_pair(options: ReplayOptions, mesh: Mesh | None = None) -> Models:
 
 
 class ReplayedPair:
-    """One target and drafter, and the programs that are timed on them. Nothing is allocated before `measure`.
-
-    Attributes:
-      programs: compiled functions with their last argument (steps or draws), by name: `vanilla`, `replay MATH`,
-        `verify 72` (rows), `pass 32` (rows).
-      steps: tokens, rounds or passes of each program.
-      seconds, logs: medians and last results by name, once measured.
-    """
+    """One target and drafter, and the programs that are timed on them: `vanilla`, of as many tokens as the first replay
+    emits, `verifies` and drafter `passes` by rows, and `replays`, one per dataset. Only `measure` allocates memory."""
 
     def __init__(self, options: ReplayOptions, mesh: Mesh | None = None):
         self.options, self.mesh = options, mesh
         self.models = abstract_pair(options, mesh)
         platform, drafter = options.platform or jax.default_backend(), self.models.drafter
         self.plan = make_plan(drafter, platform=platform)
-        drawn = (Case.drawn(options.target, name, options.rounds, options.seed) for name in options.datasets)
-        self.cases = {f"replay {case.statistics.dataset}": case for case in drawn}
-        self.capacity = options.context + max(case.tokens for case in self.cases.values()) + LONGEST + 1
-        widths = {*self.plan.widths}
+        cases = [Case.drawn(options.target, name, options.rounds, options.seed) for name in options.datasets]
+        self.capacity = options.context + max(case.tokens for case in cases) + LONGEST + 1
+        widths, steps = {*self.plan.widths}, max(options.rounds // 2, 2)
         if platform != "cpu":  # an accelerator verifies any draft in one width
             widths.add(DEFAULT_WIDTHS[platform].ladder(DEFAULT_CAP + 1)[-1])
-        self.verify = {f"verify {rows}": rows for rows in sorted(widths)}
-        self.passes = {f"pass {rows}": rows for rows in range(drafter.block, drafter.window + 1, drafter.block)}
-        self.steps = dict.fromkeys((*self.verify, *self.passes), max(options.rounds // 2, 2))
-        self.steps |= dict.fromkeys(self.cases, options.rounds)
-        self.steps["vanilla"] = next(iter(self.cases.values())).tokens
-        self.programs = self._programs(platform)
-        self.seconds: dict[str, float] = {}
-        self.logs: dict[str, Any] = {}
-
-    def _programs(self, platform: str) -> dict[str, tuple[Callable, Any]]:
-        plans = {"vanilla": make_plan(Drafter(), platform=platform)}
-        plans |= {name: Plan((rows,), (rows,), (rows,)) for name, rows in self.verify.items()}
-        whole = functools.partial(compiled, capacity=self.capacity)
-        replay = whole(replay_program, plan=self.plan)
-        programs = {name: whole(plain_program, plan=plan) for name, plan in plans.items()}
-        programs |= {name: compiled(pass_program, width=rows) for name, rows in self.passes.items()}
-        timed = {name: (program, np.int32(self.steps[name])) for name, program in programs.items()}
-        return timed | {name: (replay, case.draws) for name, case in self.cases.items()}
+        plain = functools.partial(compiled, plain_program, capacity=self.capacity)
+        self.vanilla = TimedProgram("vanilla", plain(plan=make_plan(Drafter(), platform=platform)), cases[0].tokens)
+        self.verifies = {
+            rows: TimedProgram(f"verify {rows}", plain(plan=Plan((rows,), (rows,), (rows,))), steps)
+            for rows in sorted(widths)
+        }
+        self.passes = {
+            rows: TimedProgram(f"pass {rows}", compiled(pass_program, width=rows), steps)
+            for rows in range(drafter.block, drafter.window + 1, drafter.block)
+        }
+        run = compiled(replay_program, capacity=self.capacity, plan=self.plan)
+        self.replays = [TimedProgram(f"replay {case.statistics.dataset}", run, options.rounds, case) for case in cases]
 
     def shapes(self) -> tuple[Models, Caches, Prompts]:
         """Returns the programs' arguments: shapes of models and caches, and a random context without stop tokens."""
-        rng, pair = np.random.default_rng(self.options.seed), (self.models.target, self.models.drafter.model)
-        tokens = rng.integers(0, min(model.config.vocab_size for model in pair), (1, self.options.context))
+        pair = self.models.target, self.models.drafter.model
+        vocab = min(model.config.vocab_size for model in pair)
+        tokens = np.random.default_rng(self.options.seed).integers(0, vocab, (1, self.options.context))
         length, stop = jnp.asarray([tokens.size], jnp.int32), jnp.asarray(decode_round.stop_tokens(()))
         prompt = Prompts(jnp.asarray(tokens, jnp.int32), length, stop, decode_round.greedy_sampling(1))
         positions = buffer_length(self.capacity, self.models.drafter, self.plan)
         return self.models, model_shapes.abstract_caches(pair, positions, self.options.dtype), prompt
 
     def needed_bytes(self) -> int:
-        """Bytes of weights, caches and logits on each device."""
-        target, (models, caches, _) = self.models.target, self.shapes()
+        """Returns the bytes of weights, caches and logits on each device."""
+        target = self.models.target
+        models, caches, _ = self.shapes()
         logits = 4 * target.config.vocab_size * self.plan.widths[-1] // target.execution.parts(target.execution.vocab)
         return hardware.bytes_on_a_device((models, caches)) + logits
 
@@ -347,41 +353,45 @@ class ReplayedPair:
         if self.mesh is None:
             models, caches = self._everywhere((models, caches))
         prompt = self._everywhere(prompt)
-        programs = {name: (program, self._everywhere(last)) for name, (program, last) in self.programs.items()}
-        turns, seconds = self.options.repeats + 1, {name: [] for name in programs}
-        with progress_bar(f"replay {self.options.target}", "run", total=turns * len(programs)) as bar:
+        programs = [self.vanilla, *self.verifies.values(), *self.passes.values(), *self.replays]
+        last_arguments = [np.int32(each.steps) if each.case is None else each.case.draws for each in programs]
+        runs = list(zip(programs, map(self._everywhere, last_arguments)))
+        turns = self.options.repeats + 1
+        with progress_bar(f"replay {self.options.target}", "run", total=turns * len(runs)) as bar:
             for turn in range(turns):
                 # A machine's speed drifts by more than most differences: every other turn in reversed order.
-                for name in list(programs)[:: -1 if turn % 2 else 1]:
-                    bar.set_postfix_str(name)
-                    program, last = programs[name]
+                for program, last_argument in runs[:: -1 if turn % 2 else 1]:
+                    bar.set_postfix_str(program.label)
                     start = time.perf_counter()
-                    caches, self.logs[name] = jax.block_until_ready(program(models, caches, prompt, last))
-                    seconds[name].append(time.perf_counter() - start)
+                    caches, program.result = jax.block_until_ready(program.run(models, caches, prompt, last_argument))
+                    program.seconds.append(time.perf_counter() - start)
                     bar.update()
-        self.seconds = {name: float(np.median(times[1:])) for name, times in seconds.items()}
 
     def report(self, speed: dict[str, float]) -> dict[str, Any]:
         """Returns the target's record after `measure`.
 
         Args:
-          speed: `hardware.bandwidth`.
+          speed: bytes per second, as `hardware.bandwidth` returns them.
         """
-        target, drafter = map(model_shapes.device_reads, (self.models.target, self.models.drafter.model))
+        pair = self.models.target, self.models.drafter.model
+        target_bytes, drafter_bytes = (model_shapes.device_reads(model) for model in pair)
         context, block = self.options.context, self.models.drafter.block
         dtype, head_dim = jnp.dtype(self.options.dtype), self.models.target.config.head_dim
         first = (context - 1) // block * block
 
-        def timed(name: str, nbytes: float) -> dict[str, float]:
-            seconds, floor = self.seconds[name] / self.steps[name], nbytes / speed["copy"]
+        def step_times(program: TimedProgram, nbytes: float) -> dict[str, float]:
+            seconds = float(np.median(program.seconds[1:])) / program.steps
+            floor = nbytes / speed["copy"]
             return {"ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "over_floor": seconds / floor}
 
-        def plain(name: str, rows: int = 1) -> dict[str, float]:
-            return timed(name, target(context + (self.steps[name] - 1) / 2 + rows - 1))
+        def plain_times(program: TimedProgram, rows: int = 1) -> dict[str, float]:
+            return step_times(program, target_bytes(context + (program.steps - 1) / 2 + rows - 1))
 
-        vanilla, cases = plain("vanilla"), []
-        for name, case in self.cases.items():
-            times, tokens = timed(name, case.bytes_of_a_round(context, target, drafter)), case.tokens / self.steps[name]
+        vanilla, cases = plain_times(self.vanilla), []
+        passes = {str(rows): step_times(each, drafter_bytes(first + rows)) for rows, each in self.passes.items()}
+        for program in self.replays:
+            case, tokens = program.case, program.case.tokens / program.steps
+            times = step_times(program, case.bytes_of_a_round(context, target_bytes, drafter_bytes))
             figures = {
                 "dataset": case.statistics.dataset,
                 "statistics": dataclasses.asdict(case.statistics),
@@ -398,9 +408,9 @@ class ReplayedPair:
             "kernel": self.models.target.execution.resolved(dtype, head_dim),
             "bandwidth_bytes_per_s": speed,
             "needed_bytes": self.needed_bytes(),
-            "vanilla": {"steps": self.steps["vanilla"], **vanilla, "tokens_per_s": 1e3 / vanilla["ms"]},
-            "verify": {str(rows): plain(name, rows) for name, rows in self.verify.items()},
-            "drafter_pass": {str(rows): timed(name, drafter(first + rows)) for name, rows in self.passes.items()},
+            "vanilla": {"steps": self.vanilla.steps, **vanilla, "tokens_per_s": 1e3 / vanilla["ms"]},
+            "verify": {str(rows): plain_times(each, rows) for rows, each in self.verifies.items()},
+            "drafter_pass": passes,
             "cases": cases,
         }
 
@@ -449,11 +459,12 @@ def replay_tables(summary: dict[str, Any]) -> str:
         f"{settings['rounds']} rounds, seed {settings['seed']}, attention kernel {settings['kernel'] or 'by default'}. "
         "The floor is what a device has to read (weights, live cache) at the measured bandwidth of a copy."
     )
-    [record], parts, rounds = summary["targets"], [], []
-    timed = {"vanilla step": record["vanilla"]}
-    timed |= {f"verify, {rows} rows": times for rows, times in record["verify"].items()}
-    timed |= {f"drafter pass, {rows} rows": times for rows, times in record["drafter_pass"].items()}
-    for label, times in timed.items():
+    [record] = summary["targets"]
+    step_times = {"vanilla step": record["vanilla"]}
+    step_times |= {f"verify, {rows} rows": times for rows, times in record["verify"].items()}
+    step_times |= {f"drafter pass, {rows} rows": times for rows, times in record["drafter_pass"].items()}
+    parts, rounds = [], []
+    for label, times in step_times.items():
         ratios = times["over_floor"], times["ms"] / record["vanilla"]["ms"]
         parts.append([record["target"], label, f"{times['ms']:.3f}", *(f"{ratio:.2f}" for ratio in ratios)])
     for case in record["cases"]:

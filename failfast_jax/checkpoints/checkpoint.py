@@ -115,7 +115,7 @@ class Checkpoint:
         """Matches tensors with parameters without reading any data; errors are those of `load_model`."""
         # Orbax has the parameters under their own names.
         table = self.table or TensorTable({name: ParameterPart(name) for name in self.shapes}, ignored="(?!)")
-        return parameter_map.make_plan(table, self.shapes, self.tensors, self.config, self.path)
+        return parameter_map.match_tensors(table, self.shapes, self.tensors, self.config, self.path)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

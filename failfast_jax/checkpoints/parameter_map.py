@@ -1,7 +1,6 @@
 """From checkpoint tensors to parameters: the tables, the checks, the copying, and the model that they fill.
 
 Fused parameters are filled part by part, in small pieces, so no second copy of a parameter is made.
-`Checkpoint.read` assembles `READERS` parameters at a time.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from failfast_jax.errors import CheckpointError, named
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
 
-# Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
-# dequantising a whole tensor at once takes ten times as long, mostly in page faults.
 PIECE = 2**16
-# Elements per piece that is read straight into its parameter: larger, as each piece costs one to three system calls.
+"""Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps; dequantising a
+whole tensor at once takes ten times as long, mostly in page faults."""
 DIRECT_PIECE = 2**18
-# The exponent's bits, all set in NaN and infinity. numpy's `isfinite` is slow for types of 16 bits.
+"""The same for a piece that is read straight into its parameter: larger, as each costs one to three system calls."""
 _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
+"""The exponent's bits, all set in NaN and infinity. numpy's `isfinite` is slow for types of 16 bits."""
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d{1,9})\.")
 
 
@@ -80,21 +79,18 @@ def in_layers(prefix: str) -> dict[str, ParameterPart]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorTable:
-    """Maps the tensors of a checkpoint to parameters.
-
-    Attributes:
-      tensors: by name. `{layer}` runs over the layers and `{leaf}` over weight and bias; a tensor is expected exactly
-        where the model has its parameter.
-      ignored: regular expression of names that carry no weights (whole match).
-      interleaved: parts whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture.
-    """
+    """Maps the tensors of a checkpoint to parameters."""
 
     tensors: Mapping[str, ParameterPart]
+    """By name. `{layer}` runs over the layers and `{leaf}` over weight and bias; a tensor is expected exactly where the
+    model has its parameter."""
     ignored: str
+    """Regular expression of names that carry no weights (whole match)."""
     interleaved: frozenset[str] = frozenset()
+    """Parts whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture."""
 
     def entries(self, num_layers: int) -> Iterator[tuple[str, str, str]]:
-        """Name, parameter and part of each tensor of a model, biases included."""
+        """Yields name, parameter and part of each tensor of a model, biases included."""
         for name, (parameter, part) in self.tensors.items():
             for layer in range(num_layers if "{layer}" in name else 1):
                 for leaf in ("weight", "bias") if "{leaf}" in name else ("weight",):
@@ -114,36 +110,35 @@ HF_TABLE = TensorTable(
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """Which tensors fill which parameter: made from headers alone."""
+    """The tensors that fill each parameter, known from headers alone."""
 
     config: ModelConfig
     table: TensorTable
     sources: dict[str, list[tuple[str, StoredTensor]]]
-    """By parameter: the parts that tensors fill, and the tensors."""
+    """Parameter -> the (part, tensor) pairs that fill it."""
 
     def assemble(
         self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None
     ) -> np.ndarray:
         """Reads a parameter, or a device's `block` of it, into a new host array.
 
-        In the example of `segments_of`, block `((1, 2), (0, 32), (0, in))` of qkv is the second KV head: rows 16 to 31
-        of `q_proj`, 8 to 15 of `k_proj`, and 8 to 15 of `v_proj`.
-
         Raises:
           CheckpointError: NaN or infinity, stored or made by the cast.
         """
-        first, last = zip(*(block or [(0, size) for size in shape]))
-        out = aligned_empty(tuple(high - low for low, high in zip(first, last)), dtype)
+        block = block or tuple((0, size) for size in shape)
+        out = aligned_empty(tuple(stop - start for start, stop in block), dtype)
         for part, tensor in self.sources[parameter]:
-            interleaved = part in self.table.interleaved
-            # Of a fused parameter the first axis counts its parts.
-            fused = 0 if part == "whole" else 1
-            columns = None if out.shape[fused + 1 :] == shape[fused + 1 :] else slice(first[-1], last[-1])
             segments = segments_of(out, part, self.config)
-            start = first[0] * segments[0].shape[0] if part in ("queries", "keys", "values") else first[fused]
+            # A fused parameter has one axis more in front: KV heads (qkv), or gate and up.
+            # gate_up [2, 64, 32], block ((0, 2), (16, 32), (0, 32)): start 16 for both parts, columns None.
+            # `segments_of`'s qkv, block ((1, 2), (0, 32), (0, in)): start 1 * 16 of q_proj, 1 * 8 of k_proj and v_proj.
+            axes = block if part == "whole" else block[1:]
+            start = block[0][0] * len(segments[0]) if part in ("queries", "keys", "values") else axes[0][0]
+            columns = slice(*axes[-1]) if len(axes) > 1 and axes[-1] != (0, shape[-1]) else None
+            interleaved_head = self.config.head_dim if part in self.table.interleaved else None
             for segment in segments:
-                fill(tensor, start, segment, self.config.head_dim if interleaved else None, columns)
-                start += segment.shape[0]
+                fill(tensor, start, segment, interleaved_head, columns)
+                start += len(segment)
         return out
 
 
@@ -156,7 +151,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def segments_of(fused: np.ndarray, part: str, config: ModelConfig) -> list[np.ndarray]:
-    """The segments of a fused parameter that a tensor's rows fill, in order; views into `fused`.
+    """Returns the segments of a fused parameter that a tensor's rows fill, in order; views into `fused`.
 
     With 4 heads of 8 rows and 2 KV heads, qkv is `[2, 32, in]`: each KV head has 16 rows of queries, 8 of keys and 8 of
     values. The 32 rows of `q_proj` fill qkv[0, :16], then qkv[1, :16]; the 16 of `k_proj` qkv[0, 16:24], qkv[1, 16:24].
@@ -165,66 +160,71 @@ def segments_of(fused: np.ndarray, part: str, config: ModelConfig) -> list[np.nd
         return [fused]
     if part in ("gate", "up"):
         return [fused[("gate", "up").index(part)]]
-    group, head = config.num_heads // config.num_kv_heads, config.head_dim
+    group = config.num_heads // config.num_kv_heads
     first, last = {"queries": (0, group), "keys": (group, group + 1), "values": (group + 1, group + 2)}[part]
-    return [per_kv_head[first * head : last * head] for per_kv_head in fused]
+    return [kv_head[first * config.head_dim : last * config.head_dim] for kv_head in fused]
 
 
 def shape_of(part: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
-    """Shape of the tensor that fills a part of a parameter of this shape."""
+    """Returns the shape of the tensor that fills a part of a parameter of this shape."""
     if part == "whole":
         return shape
     segments = segments_of(np.broadcast_to(np.int8(0), shape), part, config)
     return (sum(map(len, segments)), *segments[0].shape[1:])
 
 
-def make_plan(
+def match_tensors(
     table: TensorTable,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, StoredTensor],
     config: ModelConfig,
-    where: Path,
+    checkpoint: Path,
 ) -> ReadPlan:
-    """Matches tensors with parameters; CheckpointError: missing, unexpected or mis-shaped ones, by name."""
-    sources: dict[str, list[tuple[str, StoredTensor]]] = {path: [] for path in shapes}
+    """Matches the tensors of a checkpoint's files, by name, with the shapes of a model's parameters.
+
+    Raises:
+      CheckpointError: tensors are missing, unexpected or of another shape; names each.
+    """
+    sources: dict[str, list[tuple[str, StoredTensor]]] = {parameter: [] for parameter in shapes}
     missing, misshaped, known = [], [], set()
-    for name, path, part in table.entries(config.num_layers):
-        if path not in shapes:
+    for name, parameter, part in table.entries(config.num_layers):
+        if parameter not in shapes:
             continue
         known.add(name)
-        wanted, tensor = shape_of(part, shapes[path], config), tensors.get(name)
+        tensor = tensors.get(name)
+        expected = shape_of(part, shapes[parameter], config)
         if tensor is None:
             missing.append(name)
-        elif tensor.shape != wanted:
-            misshaped.append(f"{name} is {list(tensor.shape)} in {tensor.file}, not {list(wanted)}")
+        elif tensor.shape != expected:
+            misshaped.append(f"{name} is {list(tensor.shape)} in {tensor.file}, not {list(expected)}")
         else:
-            sources[path].append((part, tensor))
-    strange = [name for name in tensors if name not in known and not re.fullmatch(table.ignored, name)]
+            sources[parameter].append((part, tensor))
+    unexpected = [name for name in tensors if name not in known and not re.fullmatch(table.ignored, name)]
     kinds = {
         "missing tensors": missing,
-        "unexpected tensors": [f"{name} in {tensors[name].file}" for name in strange],
+        "unexpected tensors": [f"{name} in {tensors[name].file}" for name in unexpected],
         "tensors whose shape contradicts the configuration": misshaped,
     }
-    problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
-    if missing and strange:
+    problems = [f"{kind}: {_first_few(names)}" for kind, names in kinds.items() if names]
+    if missing and unexpected:
         problems.append(f"is its model_type really '{config.model_type}'?")
     if problems:
-        raise CheckpointError(f"{where}: " + "; ".join(problems))
+        raise CheckpointError(f"{checkpoint}: " + "; ".join(problems))
     return ReadPlan(config, table, sources)
 
 
 def stored_tensors(table: TensorTable, params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
-    """Splits parameters, by path, into a checkpoint's tensors, by name: the inverse of `ReadPlan.assemble` for tables
-    without `interleaved`."""
+    """Splits parameters into a checkpoint's tensors, by name: the inverse of `ReadPlan.assemble` for tables without
+    `interleaved`."""
     return {
-        name: np.concatenate(segments_of(np.asarray(params[path]), part, config))
-        for name, path, part in table.entries(config.num_layers)
-        if path in params
+        name: np.concatenate(segments_of(np.asarray(params[parameter]), part, config))
+        for name, parameter, part in table.entries(config.num_layers)
+        if parameter in params
     }
 
 
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    """Returns up to `limit` names, then the number of the others."""
+def _first_few(names: Sequence[str], limit: int = 5) -> str:
+    """Joins up to `limit` names and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
@@ -234,17 +234,19 @@ def fill(
 ) -> None:
     """Copies rows `start ..` of a stored tensor, or some columns of them, over `out`, piece by piece, casting.
 
-    CheckpointError: NaN or infinity, stored or made by the cast.
+    Raises:
+      CheckpointError: NaN or infinity, stored or made by the cast.
     """
-    unit = interleaved_head or 1
     direct = tensor.dtype == out.dtype and out.flags.c_contiguous and columns is None and interleaved_head is None
+    # Whole heads of interleaved parts: with 100 columns 655 rows fit a piece, with heads of 64 rows 640 of them.
+    unit = interleaved_head or 1
     rows = max((DIRECT_PIECE if direct else PIECE) // math.prod(out.shape[1:]) // unit, 1) * unit
-    for low in range(0, out.shape[0], rows):
+    for low in range(0, len(out), rows):
         piece = out[low : low + rows]
-        values = tensor.read(start + low, start + low + piece.shape[0], piece if direct else None)
+        values = tensor.read(start + low, start + low + len(piece), piece if direct else None)
         values = values if columns is None else values[:, columns]
         if interleaved_head:
-            # llama.cpp's row order within a head is (pair, half), ours is (half, pair).
+            # llama.cpp's row order within a head is (pair, half), ours is (half, pair): of 4 rows it stores 0 2 1 3.
             piece = piece.reshape(-1, 2, interleaved_head // 2, *piece.shape[1:]).swapaxes(1, 2)
             values = values.reshape(piece.shape)
         if values is not piece:
@@ -257,17 +259,17 @@ def fill(
             raise not_finite(tensor.name, tensor.file)
 
 
-def check_layers(names: Iterable[str], layers: int, where: Path) -> None:
-    """Compares how many layers a configuration names with the tensors' names, before anything of that size is built.
+def check_layers(names: Iterable[str], layers: int, checkpoint: Path) -> None:
+    """Compares a configuration's number of layers with the tensors' names, before anything of that size is built.
 
     Raises:
       CheckpointError: the configuration names more than twice the stored layers, plus 64. Smaller gaps are reported by
-        `make_plan`, tensor by tensor.
+        `match_tensors`, tensor by tensor.
     """
     stored = {int(match[1]) for name in names if (match := _LAYER_NUMBER.search(name))}
     if layers > 2 * len(stored) + 64:
         raise CheckpointError(
-            f"{where}: missing tensors: the configuration names {layers} layers, and {len(stored)} are there"
+            f"{checkpoint}: missing tensors: the configuration names {layers} layers, and {len(stored)} are there"
         )
 
 
@@ -280,7 +282,7 @@ def is_finite(values: np.ndarray) -> bool:
 
 
 def not_finite(name: str, file: Path) -> CheckpointError:
-    """The error for a tensor with such values."""
+    """Returns the error for a tensor with NaN or infinity."""
     return CheckpointError(
         f"{file}: tensor {named(name)} holds NaN or infinite values; the file is damaged, or the model was when it was "
         "saved"
@@ -296,7 +298,7 @@ class _SameKey(nnx.Rngs):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractModule:
-    """An abstract module, taken apart; `leaves`: its parameters by path, names and numbers joined by dots."""
+    """An abstract module, taken apart; `leaves`: parameters by dotted path, as `layers.0.attention.qkv.weight`."""
 
     graph: Any
     leaves: dict[str, nnx.Variable]
@@ -316,11 +318,11 @@ class AbstractModule:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters by name."""
+        """Shapes of the parameters by dotted path."""
         return {name: tuple(leaf.shape) for name, leaf in self.leaves.items()}
 
     def filled(self, values: Mapping[str, jax.Array]) -> Any:
-        """The module with these parameters; those that are not among them stay abstract."""
+        """Returns the module with these parameters, by dotted path; all others stay abstract."""
         flat = {
             self._paths[name]: leaf.replace(values[name]) if name in values else leaf
             for name, leaf in self.leaves.items()

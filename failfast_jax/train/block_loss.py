@@ -27,7 +27,7 @@ from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.train.trainer import Objective
 
 FIT_BATCH, FIT_BATCHES = 8, 64
-"""Documents per batch, and most batches, of the regression that input projections start from."""
+"""Documents per batch, and maximum number of batches, of the regression that input projections start from."""
 
 
 class BlockObjective(Objective):

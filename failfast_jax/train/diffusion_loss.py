@@ -1,8 +1,8 @@
 """The objective of block diffusion, as Fast-dLLM v2 (arXiv:2509.26328, section 3) has it.
 
-A noised and a clean copy of a text run in one pass. Each noised block sees itself and the clean blocks before it, which
-is what a drafter sees of its current block and its cache. Everything is a pure function over the inference `Decoder`'s
-own modules, so that the trained weights are served as they are.
+Two noised copies and a clean copy of each text run in one pass. Each noised block sees itself and the clean blocks
+before it, which is what a drafter sees of its current block and its cache. Everything is a pure function over the
+inference `Decoder`'s own modules, so that the trained weights are served as they are.
 
 Masks are drawn block by block. Kinds (`--corruption`), for a block of D positions:
 
@@ -11,13 +11,12 @@ Masks are drawn block by block. Kinds (`--corruption`), for a block of D positio
 - `draft`: what a one-pass drafter sees: c leading maskable positions stay clean, all after them are masks; c is uniform
   over what leaves a mask (0 .. D-1 in a block that is all answer).
 
-The batch is doubled. In the second half a `uniform` block has the complement of its masks, so that every answer token
-is a label once; a `draft` block, whose complement would be a clean tail after masks, which no drafter ever sees, draws
-a second c instead.
+In the second noised copy a `uniform` block has the complement of its masks, so that every answer token is a label once;
+a `draft` block draws a second c, as the complement would be a clean tail after masks, which no drafter ever sees.
 
     tokens           a b c d      M: mask
-    uniform          a M M d      second half M b c M, the complement
-    draft            a b M M      second half a M M M (c = 2, then c = 1)
+    uniform          a M M d      second copy M b c M, the complement
+    draft            a b M M      second copy a M M M (c = 2, then c = 1)
 """
 
 from __future__ import annotations
@@ -45,24 +44,25 @@ LEAST_NOISE = 1e-3
 
 
 def in_blocks(x: Array, block: int) -> Array:
-    """Reshapes `[B, L, ...]` to `[B, L / D, D, ...]`."""
+    """Reshapes `[B, L, ...]` to `[B, blocks, D, ...]`."""
     return x.reshape(x.shape[0], -1, block, *x.shape[2:])
 
 
-def _uniform_masks(key: Array, maskable: Bool[Array, "B n D"]) -> Bool[Array, "B n D"]:
+def _uniform_masks(key: Array, maskable: Bool[Array, "B blocks D"]) -> Bool[Array, "B blocks D"]:
     level_key, draw_key = jax.random.split(key)
     level = LEAST_NOISE + (1 - LEAST_NOISE) * jax.random.uniform(level_key, (*maskable.shape[:2], 1))
     return maskable & (jax.random.uniform(draw_key, maskable.shape) < level)
 
 
-def _draft_masks(key: Array, maskable: Bool[Array, "B n D"]) -> Bool[Array, "B n D"]:
+def _draft_masks(key: Array, maskable: Bool[Array, "B blocks D"]) -> Bool[Array, "B blocks D"]:
+    # maskable 0 1 1 1, kept 1: sums 0 1 2 3, masks 0 0 1 1
     count = maskable.sum(-1, keepdims=True)
-    clean = jax.random.randint(key, count.shape, 0, jnp.maximum(count, 1))
-    return maskable & (jnp.cumsum(maskable, -1) > clean)
+    kept = jax.random.randint(key, count.shape, 0, jnp.maximum(count, 1))
+    return maskable & (jnp.cumsum(maskable, -1) > kept)
 
 
 def draw_masks(key: Array, maskable: Bool[Array, "B L"], block: int, kind: str) -> Bool[Array, "2 B L"]:
-    """Draws the masks of both halves of a batch.
+    """Draws the masks of a batch's two noised copies.
 
     Args:
       key: a PRNG key; equal keys give equal masks.
@@ -70,22 +70,23 @@ def draw_masks(key: Array, maskable: Bool[Array, "B L"], block: int, kind: str) 
       kind: a value of `--corruption`.
     """
     blocks = in_blocks(maskable, block)
-    _, *keys = jax.random.split(key, 4)
+    # The first key once drew whether a block was `draft`; without it the masks of a seed would change.
+    _, uniform_key, first_key, second_key = jax.random.split(key, 4)
     if kind == "draft":
-        first, second = _draft_masks(keys[1], blocks), _draft_masks(keys[2], blocks)
+        first, second = _draft_masks(first_key, blocks), _draft_masks(second_key, blocks)
     else:
-        first = _uniform_masks(keys[0], blocks)
+        first = _uniform_masks(uniform_key, blocks)
         second = blocks & ~first
     return jnp.stack([first, second]).reshape(2, *maskable.shape)
 
 
 def pair_attention(
-    q: Float[Array, "B C L Q H"],
-    k: Float[Array, "B C L K H"],
-    v: Float[Array, "B C L K H"],
+    q: Float[Array, "B copies L Q H"],
+    k: Float[Array, "B copies L K H"],
+    v: Float[Array, "B copies L K H"],
     block: int,
-) -> Float[Array, "B C L Q H"]:
-    """Attention of C copies of each text, the last of which is the clean one.
+) -> Float[Array, "B copies L Q H"]:
+    """Attention of several copies of each text, the last of which is the clean one.
 
     One rule serves all copies: a row sees its own copy's block in both directions, and the clean copy's
     earlier blocks. Of the clean copy with itself that is the block-causal mask.
@@ -97,16 +98,17 @@ def pair_attention(
     #    n0   x  x                          own block in both directions (`inner`)
     #    n2         x  x    x  x            own block, and clean blocks before it (`cross`)
     #    c2                 x  x  x  x
-    # Rows are [B, K, C, n, G, D]: grouped by block (n = L / D), then by query head of one KV head, so that both
-    # products are plain batched matmuls, and neither queries' scores nor weights are transposed.
+    # Queries are [B, K, copies, blocks, G, D, H], in the products bkcngqh: rows by block, then by query head of one KV
+    # head, so that both products are plain batched matmuls, and neither queries' scores nor weights are transposed.
     q = q.reshape(batch, copies, -1, block, kv_heads, group, head_dim) * (head_dim**-0.5)
     q = q.transpose(0, 4, 1, 2, 5, 3, 6)
-    k_own, v_own = (x.reshape(batch, copies, -1, block, kv_heads, head_dim).transpose(0, 4, 1, 2, 3, 5) for x in (k, v))
-    k_clean, v_clean = (x.reshape(batch, kv_heads, width, head_dim) for x in (k_own[:, :, -1], v_own[:, :, -1]))
+    shape = (batch, copies, -1, block, kv_heads, head_dim)
+    k_blocks, v_blocks = (x.reshape(shape).transpose(0, 4, 1, 2, 3, 5) for x in (k, v))  # [B, K, copies, blocks, D, H]
+    k_clean, v_clean = (x.reshape(batch, kv_heads, width, head_dim) for x in (k_blocks[:, :, -1], v_blocks[:, :, -1]))
 
-    inner = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_own, preferred_element_type=jnp.float32)
+    inner = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_blocks, preferred_element_type=jnp.float32)
     cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
-    earlier = jnp.arange(width) // block < jnp.arange(width // block)[:, None]  # [n, L]
+    earlier = jnp.arange(width) // block < jnp.arange(width // block)[:, None]  # [blocks, L]
     cross = jnp.where(earlier[:, None, None], cross, HIDDEN)
 
     # One softmax over both parts, without joining them in memory.
@@ -114,18 +116,18 @@ def pair_attention(
     inner, cross = jnp.exp(inner - highest), jnp.exp(cross - highest)
     total = inner.sum(-1, keepdims=True) + cross.sum(-1, keepdims=True)
     inner, cross = (inner / total).astype(v.dtype), (cross / total).astype(v.dtype)
-    out = jnp.einsum("bkcngqt,bkcnth->bkcngqh", inner, v_own, preferred_element_type=jnp.float32)
+    out = jnp.einsum("bkcngqt,bkcnth->bkcngqh", inner, v_blocks, preferred_element_type=jnp.float32)
     out += jnp.einsum("bkcngqt,bkth->bkcngqh", cross, v_clean, preferred_element_type=jnp.float32)
     return out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
 
 
 def forward_pair(
     model: Decoder,
-    noised: Int[Array, "M L"],
+    noised: Int[Array, "noised L"],
     clean: Int[Array, "B L"],
     *,
     gather: Callable[[Layer], Layer] | None = None,
-) -> tuple[Float[Array, "M L E"], Float[Array, "B L E"]]:
+) -> tuple[Float[Array, "noised L E"], Float[Array, "B L E"]]:
     """Runs noised and clean copies of texts in one pass, both at the text's positions.
 
     Clean row i sees clean j iff `i // D >= j // D`. Noised row i sees noised j of its own block, in both
@@ -133,19 +135,19 @@ def forward_pair(
     text's last block is therefore never seen by the text.
 
     Args:
-      noised: copies of the texts; M may be a multiple of B (row r is of text r mod B), which then share one clean copy.
-        L is a multiple of the block size.
+      noised: copies of the texts, one or more of each (row r is of text r mod B), which share one clean copy. L is a
+        multiple of the block size.
       gather: gathers a layer's sharded parameters inside `shard_map`; they are gathered again in the backward pass, so
         that only one whole layer is in memory.
 
     Returns:
-      Hidden states after the final norm (see `Decoder.logits_of`) of the noised and of the clean copy.
+      Hidden states after the final norm (see `Decoder.logits_of`) of the noised and of the clean copies.
     """
     block = model.config.block_size
     rotation = rotary(model.config, jnp.arange(clean.shape[1])[None])
 
     @jax.checkpoint  # only each layer's input is kept for the backward pass
-    def step(layer: Layer, x: Float[Array, "B C L E"]) -> Float[Array, "B C L E"]:
+    def step(layer: Layer, x: Float[Array, "B copies L E"]) -> Float[Array, "B copies L E"]:
         def attend(heads: Array) -> tuple[Array, None]:
             return pair_attention(*rotated_heads(heads, *rotation), block), None
 
@@ -162,23 +164,25 @@ def forward_pair(
 
 
 def source_rows(
-    noised: Float[Array, "M L E"], clean: Float[Array, "B L E"], block: int, start: str = "clean"
-) -> Float[Array, "M L E"]:
+    noised: Float[Array, "noised L E"], clean: Float[Array, "B L E"], block: int, start: str = "clean"
+) -> Float[Array, "noised L E"]:
     """Returns the hidden state that predicts each position: its left neighbour's.
 
     Args:
-      start: which neighbour predicts a block's first position. `clean`: the last row of the clean block before it,
+      start: the neighbour that predicts a block's first position. `clean`: the last row of the clean block before it,
         which is what a decoder has once that block is final. `noised`: the last row of the noised block before it, as
-        in Fast-dLLM v2's released code, which shifts the noised half as a whole.
+        in Fast-dLLM v2's released code, which shifts the noised copy as a whole.
 
     Returns:
       Position 0 has no neighbour: its row is meaningless.
     """
+    # Block 2, length 4, start clean:   c3 n0 | c1 n2     (position 0's row, c3 or n3, is meaningless)
+    #                    start noised:  n3 n0 | n1 n2
     if start == "noised":
         return jnp.roll(noised, 1, axis=1)
     # Only the last row of each clean block is ever needed.
     noised, ends = in_blocks(noised, block), in_blocks(clean, block)[:, :, -1]
-    first = jnp.tile(jnp.roll(ends, 1, axis=1), (noised.shape[0] // ends.shape[0], 1, 1))
+    first = jnp.tile(jnp.roll(ends, 1, axis=1), (noised.shape[0] // ends.shape[0], 1, 1))  # c3 | c1
     rows = jnp.concatenate([first[:, :, None], noised[:, :, :-1]], axis=2)
     return rows.reshape(rows.shape[0], -1, rows.shape[-1])
 
@@ -215,15 +219,15 @@ def loss(
     maskable = batch["labelled"] & (jnp.arange(tokens.shape[1]) > 0) & (tokens != mask_token)
     masked = draw_masks(key, maskable, block, config.corruption)
 
-    def terms(model: Decoder, tokens: Array, masked: Array, gather: Callable | None = None) -> tuple[Array, Array]:
+    def token_losses(model: Decoder, tokens: Array, masked: Array, gather: Callable | None = None) -> tuple[Array, ...]:
         noised = jnp.where(masked, mask_token, tokens).reshape(-1, tokens.shape[1])
         hidden = source_rows(*forward_pair(model, noised, tokens, gather=gather), block, config.block_start)
         return _cross_entropy(model, hidden, tokens, score_mask=config.mask_logit == "scored", chunk=head_chunk)
 
     if spread is None:
-        cross_entropy, correct = terms(model, tokens, masked)
+        cross_entropy, correct = token_losses(model, tokens, masked)
     else:
-        cross_entropy, correct = _sharded(terms, model, tokens, masked, spread)
+        cross_entropy, correct = _sharded(token_losses, model, tokens, masked, spread)
     rank = jnp.cumsum(masked.reshape(2, len(tokens), -1, block), -1).reshape(masked.shape)
     # masked 0 1 1 0 | 1 1 1 0, position_decay 2: rank 0 1 2 2 | 1 2 3 3, weight 0 1 .61 0 | 1 .61 .37 0
     decay = config.position_decay
@@ -240,32 +244,29 @@ def loss(
     }
 
 
-def _sharded(terms: Callable, model: Decoder, tokens: Array, masked: Array, spread: Spread) -> tuple[Array, Array]:
-    """Computes `terms` on each device for its own texts; a layer's parameters are put together where it runs."""
-    layer = spread.gather(model.layers[0])
-    ends = spread.gather(model, parts=lambda path: name_of(path[:1]) != "layers")
+def _sharded(token_losses: Callable, model: Decoder, tokens: Array, masked: Array, spread: Spread) -> tuple[Array, ...]:
+    """Computes `token_losses` on each device for its own texts; a layer's parameters are gathered where it runs."""
+    gather_layer = spread.gather(model.layers[0])
+    gather_outer = spread.gather(model, parts=lambda path: name_of(path[:1]) != "layers")
     parameters = jax.tree.map(lambda leaf: spread.spec(tuple(leaf.shape)), model)
-    rows, copies = spread.rows.spec, P(None, *spread.rows.spec)
+    texts, noised = spread.rows.spec, P(None, *spread.rows.spec)
 
-    def of_texts(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, Array]:
-        return terms(ends(model), tokens, masked, layer)
+    def on_device(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, Array]:
+        return token_losses(gather_outer(model), tokens, masked, gather_layer)
 
     run = jax.shard_map(
-        of_texts, mesh=spread.mesh, in_specs=(parameters, rows, copies), out_specs=copies, check_vma=False
+        on_device, mesh=spread.mesh, in_specs=(parameters, texts, noised), out_specs=noised, check_vma=False
     )
     return run(model, tokens, masked)
 
 
 def _cross_entropy(
-    model: Decoder, hidden: Float[Array, "M L E"], tokens: Int[Array, "B L"], *, score_mask: bool, chunk: int
+    model: Decoder, hidden: Float[Array, "noised L E"], tokens: Int[Array, "B L"], *, score_mask: bool, chunk: int
 ) -> tuple[Float[Array, "2 B L"], Bool[Array, "2 B L"]]:
-    """Returns each position's cross-entropy with its token, and true where the argmax is that token.
+    """Returns each position's cross-entropy with its token, in nats, and true where the argmax is that token.
 
-    The distribution is without the mask token, unless `score_mask`. `chunk` rows of logits are in memory at a time,
-    and are computed again in the backward pass.
-
-    Args:
-      hidden: rows that predict the positions of the noised copies, masked or not.
+    `hidden` are rows of `source_rows`, masked or not. The distribution is without the mask token, unless `score_mask`.
+    `chunk` rows of logits are in memory at a time, and are computed again in the backward pass.
     """
     labels = jnp.stack([tokens, tokens])
 

@@ -40,7 +40,7 @@ class CalibrationOptions(CommandOptions):
     """Options of the command that are numbers."""
 
     prompts: int = option(48, "first n to count on, or all of fewer", least=1)
-    states: int = option(16, "most draft states to keep", least=1, most=MOST_STATES)
+    states: int = option(16, "maximum number of draft states to keep", least=1, most=MOST_STATES)
     max_new_tokens: int = option(128, "tokens per answer", least=1)
     temperature: float = option(0.0, "of the answers", least=0)
     seed: int = option(0, "random seed", least=0)

@@ -156,7 +156,8 @@ def test_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e10, "read": 1e10})
     assert bench.main(["replay", *QUICK_REPLAY, "--out", str(tmp_path)]) == 0
     summary = json.loads((tmp_path / "replay.json").read_text())
-    [record], log = summary["targets"], pairs[0].logs["replay MATH"]
+    [record], [program] = summary["targets"], pairs[0].replays
+    log = program.result
     [case] = record["cases"]
 
     # Rounds follow the draws.
@@ -191,8 +192,8 @@ def test_a_run(tmp_path, monkeypatch):
 def test_every_pass_is_executed_on_the_device():
     """Heads of both models in the optimised program: nothing was found to be unused. No way to the host."""
     pair = ReplayedPair(OPTIONS)
-    program, draws = pair.programs["replay MATH"]
-    text = program.lower(*pair.shapes(), draws).compile().as_text()
+    [program] = pair.replays
+    text = program.run.lower(*pair.shapes(), program.case.draws).compile().as_text()
     assert not hlo.host_transfers(text)
     product = r"\)? (?:dot|custom-call)\("
     assert re.search(r"f32\[(?:1,)?72,96\][^ )]*" + product, text)

@@ -222,7 +222,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
 def _range_of(about: Option, kind: str) -> str:
     bounds = about.least if about.above is None else about.above, about.most if about.below is None else about.below
     low, high = (f"{bound:g}" if isinstance(bound, float) else bound for bound in bounds)
-    if low is not None and high is not None:
+    if low is not None and high is not None and about.most != np.finfo(np.float32).max:
         return f"in {'[' if about.above is None else '('}{low}, {high}{']' if about.below is None else ')'}"
     if low is None:
         return "a finite number"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ MISSPELT = {
     "failfast_jax.generate --max-new-token 5": "--max-new-token: no such flag; did you mean --max-new-tokens?",
     "failfast_jax.generate --promt=x": "--promt: no such flag; did you mean --prompt",
     "failfast_jax.generate --xyzzy": "--xyzzy: no such flag; python -m failfast_jax.generate --help lists the flags",
+    "failfast_jax.generate hello world": "hello world: not a flag; for a prompt write --prompt 'hello world'; python",
     "failfast_jax.bench run --limits 3": "--limits: no such flag; did you mean --limit?",
     "failfast_jax.bench rn --out x": "rn: no such command; did you mean run? (",
     "failfast_jax.train selfgn --out x": "selfgn: no such command; did you mean selfgen? (",
@@ -43,6 +45,13 @@ def test_misspelt_flags_and_commands(words, message):
     status, errors = status_and_errors(*words.split())
     [line] = errors.splitlines()
     assert status == command_line.USAGE_ERROR and line.startswith(f"error: {message}")
+
+
+def test_a_logged_warning_is_a_line_with_its_level_once(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.root, "handlers", [])  # pytest's are there
+        assert command_line.run(lambda: logging.getLogger("failfast_jax").warning("a %s", "fox")) == 0
+    assert capsys.readouterr().err == "WARNING: a fox\n"
 
 
 @pytest.mark.parametrize("raised, status", [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])

@@ -92,7 +92,7 @@ def test_the_context_ends_the_output(caplog):
     assert "prompt (63) and max_new_tokens (50) exceed" in caplog.text
     assert [len(result.output_ids) for result in results] == [4, 1, 50]
     assert [result.finish_reason for result in results] == ["length"] * 3
-    with pytest.raises(PromptError, match=r"prompt of 64 tokens does not fit.*64 tokens"):
+    with pytest.raises(PromptError, match=r"prompt of 64 tokens does not fit.*64 tokens; shorten it, or raise"):
         small.generate([[7] * 64], **options)
 
 
@@ -260,7 +260,7 @@ ALIGNED, REJECTION, STEPS = {"schedule": "aligned"}, {"acceptance": "rejection"}
 REFUSED = [
     ({"tau": float("nan")}, "--tau nan"),
     ({"max_new_tokens": "5"}, "--max-new-tokens '5': must be an integer"),
-    ({"temperature": -1e-9}, "--temperature -1e-09: must be in"),
+    ({"temperature": -1e-9}, "--temperature -1e-09: must be at least 0, and finite"),
     ({"top_p": 0.0}, r"--top-p 0.0: must be in \(0, 1\]"),
     ({"tau": "high"}, "--tau 'high': must be a number"),
     ({"min_gain": 1.0}, "--min-gain 1.0: no longer an option: --method auto weighs"),
@@ -279,7 +279,7 @@ REFUSED = [
     (REJECTION | {"exact": True, "temperature": 0.5}, "--acceptance rejection: "),
 ]
 REFUSED_EXTENDED = [
-    ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
+    ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5 positions in a pass; take at most 5"),
     ({"method": "fast-dllm"}, "method fast-dllm needs a drafter of kind block-diffusion"),
     ({"reuse": True}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),
 ]

@@ -83,6 +83,7 @@ BAD = {
     f"{T} {D} {IDS} --method fast-dllm --small-block-size 5": "--small-block-size 5: must divide the block size 32",
     "--method magic --token-ids 1": "--method magic: must be one of auto",
     f"{LOOKUP} --prompt ''": "--prompt: the prompt is empty",
+    f"{LOOKUP} --prompt a --prompt b": "--prompt: given 2 times; give one",
     f"{LOOKUP} --prompt ' '": "has no tokenizer",  # is text
     f"{T} --token-ids a,b": "expected integers separated by commas",
     f"{LOOKUP} --token-ids 5,160": "token id 160 is outside the vocabulary of 160",
@@ -120,7 +121,7 @@ def test_bad_input(words, message, capsys):
 def test_prompt_from_stdin(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["--target", TARGET, "--method", "lookup"]) == 2
-    assert "stdin: the prompt is empty" in capsys.readouterr().err
+    assert "stdin: the prompt is empty; give --prompt or --prompt-file\n" in capsys.readouterr().err
 
 
 def test_without_a_length_an_answer_ends_where_the_context_does(capsys):

@@ -147,8 +147,8 @@ class RunConfig(CommandOptions):
             DatasetEntry(name=e) if isinstance(e, str) else read_entry(DatasetEntry, e, "datasets")
             for e in self.datasets
         ]
+        by_name = {entry.name: entry for entry in entries}
         if self.dataset:
-            by_name = {entry.name: entry for entry in entries}
             names = [name for text in self.dataset for name in question_sets.names_of(text)]
             entries = [by_name.get(name, DatasetEntry(name=name)) for name in names]
         if not entries:
@@ -164,6 +164,10 @@ class RunConfig(CommandOptions):
             except question_sets.UnreachableError as error:
                 unreachable.append(error)
                 continue
+            except ValueError as error:
+                flag = "" if entry.name in by_name else "--dataset "
+                flag = "--data " if entry.name in files and entry.data is None else flag
+                raise ValueError(f"{flag}{error}") from None
             if dataset.name in datasets:
                 raise ValueError(f"--dataset {entry.name}: named twice")
             datasets[dataset.name] = dataset

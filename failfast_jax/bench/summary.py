@@ -82,7 +82,7 @@ CELLS = {
     "{prompt_speedup[high]:.2f}; {prompt_speedup[min]:.2f} to {prompt_speedup[max]:.2f})",
     "acceptance": "{acceptance_rate:.0%}",
     "accepted / speculated a round": "{accepted_per_round:.2f} / {drafted_per_round:.1f}",
-    "tau (accepted + 1)": "{tau:.2f}",
+    "tokens a round": "{tau:.2f}",
     "rows verified a round": "{verified_per_round:.1f}",
     "longest": "{max_accepted:.0f} / {max_drafted:.0f}",
     "rounds": "{rounds_per_answer:.1f}",

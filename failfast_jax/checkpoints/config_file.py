@@ -100,7 +100,7 @@ def _missing_config(folder: Path) -> str:
         return "an unfinished conversion; run the conversion again"
     if gguf := sorted(folder.glob("*.gguf")):
         return f"to load a GGUF file pass its path, such as {gguf[0]}"
-    return "expected a Hugging Face folder or one written by python -m convert"
+    return "expected a Hugging Face folder, one written by python -m convert, or a .gguf file"
 
 
 def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -353,7 +353,7 @@ def growing(
         return Wide(**common, vocab=site.vocab)
     if model.kind == EAGLE:
         return EagleChain(**common)
-    reason = f"this drafter fills up to {rows} positions in a pass"
+    reason = f"this drafter fills up to {rows} positions in a pass; take at most {rows}"
     require(spec_len <= rows, f"--spec-len {spec_len}", reason)
     require(longest <= rows or not one_block, f"--max-spec-len {longest}", reason)
     return FeatureBlockDrafter(**common, deferred=seldom)

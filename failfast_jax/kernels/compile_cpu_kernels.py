@@ -1,6 +1,6 @@
 """Compiles `cpu_kernels.c` to the LLVM text that the package ships; for developers, after a change of that file.
 
-    pip install "ziglang>=0.17"
+    pip install ziglang==0.17.1
     python -m failfast_jax.kernels.compile_cpu_kernels
 
 zig's C compiler reads the file and optimises nothing: `cpu_kernels` does that on the user's machine, for its processor.
@@ -8,6 +8,7 @@ zig's C compiler reads the file and optimises nothing: `cpu_kernels` does that o
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -54,5 +55,7 @@ def compiled(lanes: int) -> str:
 
 
 if __name__ == "__main__":
+    if importlib.util.find_spec("ziglang") is None:
+        sys.exit("error: needs ziglang: pip install ziglang==0.17.1")
     for lanes in LANES:
         (HERE / f"cpu_kernels_{lanes}.ll").write_text(compiled(lanes))

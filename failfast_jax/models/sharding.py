@@ -223,7 +223,10 @@ def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] 
             raise OptionError(f"--{flag}-parallel {value}: must be at least 1")
     if tensor * data > count:
         platform = jax.default_backend()
-        raise OptionError(f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {platform} devices")
+        raise OptionError(
+            f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {platform} devices; "
+            f"the product must be at most {count}"
+        )
     if processes > 1 and tensor * data < count:
         raise OptionError(
             f"--tensor-parallel {tensor} (x {data} data-parallel): {processes} processes have {count} devices "

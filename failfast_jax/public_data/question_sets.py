@@ -327,7 +327,7 @@ def load_dataset(
         raise ValueError(f"{name}: choices {choices!r}: of gpqa alone, {' or '.join(CHOICES)}")
     if source is None:
         if path.suffix not in FILES:
-            raise ValueError(f"{name}: must be one of {', '.join(SOURCES)}, or a file of prompts")
+            raise ValueError(f"{name}: must be one of {', '.join(SOURCES)}, or a {', '.join(FILES)} file of prompts")
         if data is not None or template is not None:
             raise ValueError(f"{name}: a file of prompts takes no --data and no template")
         data, name, source = path, path.name, Source(read=_read_prompt)

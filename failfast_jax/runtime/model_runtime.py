@@ -115,7 +115,7 @@ class Runtime:
         if prompt_tokens >= self.max_seq_len:
             raise PromptTooLong(
                 f"the prompt of {prompt_tokens} tokens does not fit: prompt and output together may have "
-                f"{self.max_seq_len} tokens"
+                f"{self.max_seq_len} tokens; shorten it, or raise --max-seq-len up to the model's context"
             )
         wanted = prompt_tokens + max_new_tokens
         if wanted > self.max_seq_len:

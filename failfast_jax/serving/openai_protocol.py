@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 from failfast_jax.generation_config import HOTTEST
 from failfast_jax.serving.answer import Finished, Piece
 from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
+from failfast_jax.util.command_line import did_you_mean
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 MAX_STOPS, MAX_LOGPROBS = 16, 20
@@ -64,7 +65,8 @@ def validation_error(errors: Sequence[dict[str, Any]]) -> RequestError:
     if union is not None and path[-1] not in UNIONS:
         path, message = path[: union + 1], UNIONS[path[union]]
     elif first["type"] == "extra_forbidden":
-        message = "is not served"
+        similar = did_you_mean(path[-1], _Request.model_fields) if len(path) == 1 else ""
+        message = "is not served" if path[-1] in NEUTRAL else f"unknown or not served{similar}"
     place = ".".join(path)
     return RequestError(f"{place or 'the body'}: {message}", param=place or None)
 

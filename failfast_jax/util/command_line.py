@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import sys
 import time
 import warnings
@@ -27,6 +28,8 @@ FORMATTER = argparse.RawDescriptionHelpFormatter
 UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, NO_READER, TERMINATED = 1, 2, 3, 130, 141, 143
 """Exit statuses. UNFINISHED: `--minutes` ended the work; the same command continues it. The last three are those that
 shells report for SIGINT, SIGPIPE and SIGTERM."""
+UNQUOTED = r"unrecognized arguments: ((?!.* -)[^-].*)"
+"""argparse's message about words that are no flags."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,6 +45,8 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with one line, without the usage of dozens of flags."""
         if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
             message = f"{unknown[1]}: no such flag{did_you_mean(unknown[1], self._option_string_actions)}"
+        elif "--prompt" in self._option_string_actions and (words := re.fullmatch(UNQUOTED, message)):
+            message = f"{words[1]}: not a flag; for a prompt write --prompt {shlex.quote(words[1])}"
         self.exit(USAGE_ERROR, f"error: {message}; {self.prog} --help lists the flags\n")
 
 
@@ -111,7 +116,7 @@ def _worked(work: Callable[[], int | None], where: str | None) -> int:
     with warnings.catch_warnings(), processes.only_primary_prints():
         if not progress.is_debugging():  # then they are printed with their place in the code
             warnings.showwarning = lambda message, *_, **__: progress.note(f"WARNING: {message}")
-        logging.basicConfig(handlers=[progress.LogHandler()])
+        logging.basicConfig(handlers=[progress.LogHandler()], format="%(message)s")  # the handler adds the level
         status = work() or 0
         sys.stdout.flush()
         return status

@@ -174,6 +174,20 @@ def test_bad_requests(name, options, message):
         load_dataset(name, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": ("mbpp",)}, "--dataset mbpp: must be one of math500"),
+        ({"dataset": ("none.jsonl",)}, "--dataset none.jsonl: no such file"),
+        ({"dataset": ("gsm8k",), "data": ("none.jsonl",)}, "--data none.jsonl: no such file"),
+        ({"datasets": ("none.jsonl",)}, "none.jsonl: no such file"),
+    ],
+)
+def test_an_error_begins_with_the_flag_that_names_the_file(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        RunConfig(**options).read_datasets()
+
+
 def test_paths_of_any_name(tmp_path, monkeypatch):
     """An = or a comma of a path is the path's; `~` is the home folder."""
     folder = tmp_path / "run[lr=1e-4],b"

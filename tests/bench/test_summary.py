@@ -53,6 +53,7 @@ def test_totals():
     text = summary.cells(table)
     assert text["acceptance"].tolist() == ["-", "43%"] and text["speedup"].tolist() == ["1.00", "2.50"]
     assert text["accepted / speculated a round"]["failfast"] == "0.75 / 1.8"
+    assert text["tokens a round"]["failfast"] == "1.75"
 
 
 def test_tokens_accepted_after_the_end_are_not_counted():

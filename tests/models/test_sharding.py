@@ -129,7 +129,7 @@ def main() -> None:
     check_int8(target, drafter)
     check_readers_of_features(target, expected[1][0])
     for options, prompts, message in (
-        ({"tensor_parallel": 16}, 1, r"--tensor-parallel 16 \(x 1 data-parallel\): there are 8 cpu devices"),
+        ({"tensor_parallel": 16}, 1, r"--tensor-parallel 16 \(x 1 data-parallel\): there are 8 cpu devices; .* 8$"),
         ({"tensor_parallel": 3}, 1, "--tensor-parallel 3: 4 key and value heads cannot.* 1, 2, 4, 8$"),
         ({"data_parallel": 2}, 3, "a batch of 3 over 2 data-parallel groups"),
     ):

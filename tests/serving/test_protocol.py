@@ -113,6 +113,12 @@ def test_fields_that_are_not_served_are_refused_by_name(field, body):
     assert refusal.param == field and str(refusal).startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("field, message", [("max_token", "; did you mean max_tokens?"), ("tools", "")])
+def test_a_misspelt_field(field, message):
+    error = validation_error([{"type": "extra_forbidden", "loc": ("body", field), "msg": ""}])
+    assert str(error) == f"{field}: unknown or not served{message}"
+
+
 @pytest.mark.parametrize("key", [None, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer A key", "Bearer"])
 def test_the_key_is_checked_before_the_body(url, key):
     headers = {} if key is None else {"Authorization": key}

@@ -1,4 +1,4 @@
-"""The compiled round (`step`: draft, verify, commit), the loop over rounds, and first of all the state and prefill."""
+"""The initial state, prefill, the compiled round (`step`: draft, verify, commit), and the loop over rounds."""
 
 from __future__ import annotations
 
@@ -103,18 +103,20 @@ def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Veri
 
     Example: `p q r s` are drafted, the picks are `p q t u v`, so 2 are accepted; `t` is a stop token:
 
-        room for 9 more              min(2 + 1, 9) = 3, the third is a stop token    emits p q t, FINISHED_EOS
-        room for 2 more              min(2 + 1, 2) = 2                               emits p q, FINISHED_LENGTH
+        limit 9 tokens away          min(2 + 1, 9) = 3, the third is a stop token    emits p q t, FINISHED_EOS
+        limit 2 tokens away          min(2 + 1, 2) = 2                               emits p q, FINISHED_LENGTH
         NaN where q was picked       min(1 + 1, 9) = 2, the second is no token       emits p, FAILED
     """
-    before, running = state.committed, state.running
+    before = state.committed
     count, finish = _ending(state, verified)
-    emitted = jnp.arange(verified.picks.shape[1]) < count[:, None]
-    texts, picks = (state.tokens, state.logprobs), (verified.picks, verified.logprobs)
-    tokens, logprobs = jax.tree.map(lambda text, new: place(text, state.length, new, emitted), texts, picks)
-    log = _logged(state.log, running, proposal, verified, count)
+    is_emitted = jnp.arange(verified.picks.shape[1]) < count[:, None]
+    buffers = (state.tokens, state.logprobs)
+    picks = (verified.picks, verified.logprobs)
+    tokens, logprobs = jax.tree.map(lambda buffer, new: place(buffer, state.length, new, is_emitted), buffers, picks)
+    log = _logged(state.log, state.running, proposal, verified, count)
     state = state.replace(tokens=tokens, logprobs=logprobs, length=state.length + count, finish=finish, log=log)
-    # Not `verified.accepted`: a stop token or the limit may have cut the text, and a tree's path may leave the draft.
+    # `agreed` is counted in the text, not taken from `verified.accepted`: a stop token or the limit may have cut the
+    # text, and a tree's path may leave the draft.
     text = gather_window(state.tokens, before.length, proposal.tokens.shape[1])
     agreed = agreeing_prefix(proposal.tokens, jnp.minimum(proposal.length, count), text)
     outcome = Outcome(before, state.committed, proposal, agreed, verified.features)
@@ -189,7 +191,8 @@ def init_state(
     batch, width = prompts.tokens.shape
     if width > capacity:
         raise ValueError(f"prompt buffer of {width} tokens exceeds the capacity of {capacity}")
-    buffer, shape = buffer_length(capacity, drafter, plan), drafter.shape
+    shape = drafter.shape
+    buffer = buffer_length(capacity, drafter, plan)
     max_length = jnp.minimum(prompts.length + max_new_tokens, capacity)
     # Outside a jit the caller's arrays are copied: a state must be fit for donation.
     eos, sampling = jax.tree.map(jnp.array, (prompts.eos, prompts.sampling))
@@ -224,7 +227,7 @@ def stop_tokens(ids: tuple[int, ...], batch: int = 1) -> Int[np.ndarray, "B Z"]:
     """Returns stop ids in the static shape of a state, the same for each of `batch` sequences, padded with -1.
 
     Raises:
-      ValueError: more than `MAX_EOS_TOKENS`.
+      ValueError: there are more than `MAX_EOS_TOKENS`.
     """
     if len(ids) > MAX_EOS_TOKENS:
         raise ValueError(f"at most {MAX_EOS_TOKENS} stop tokens are supported, got {len(ids)}: {ids}")

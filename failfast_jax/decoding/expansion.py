@@ -22,14 +22,14 @@ from failfast_jax.decoding.stopping import DraftSoFar, Never, StopRule
 
 @flax.struct.dataclass
 class Chunk:
-    """Tokens that one pass of a drafter adds to the drafts: a whole chunk or a part of one, N at most."""
+    """Tokens that one pass of a drafter adds to the drafts: a whole chunk or a part of one, at most N."""
 
     tokens: Int[Array, "B N"]
     confidence: Float[Array, "B N"]
     q: Float[Array, "B N U"] | None
     """As in `Draft`."""
     count: Int[Array, " B"]
-    """Leading tokens that are added; 0 where the pass only stored tokens that the drafter had missed."""
+    """Leading tokens that are added; 0 where the pass only stored committed tokens that the drafter's cache lacked."""
 
 
 @flax.struct.dataclass
@@ -67,8 +67,8 @@ class ExpansionState:
 class ChunkedDrafter(Drafter):
     """Algorithm 1 over any source of tokens: drafts grow chunk by chunk until the rule stops them or no chunk fits.
 
-    A subclass also inherits from the class that keeps its model's cache. It supplies `draft_chunk`, `shape`, fields
-    `model` and `spec_len`, and a state with a field `memory`; `vocab_size` if `q` is not over `model.config`'s.
+    A subclass also inherits its model's cache (see `block_diffusion.BlockDrafter`). It supplies `draft_chunk`, `shape`,
+    fields `model` and `spec_len`, a state with a field `memory`, and `vocab_size` if `q` is not over `model.config`'s.
     """
 
     rule: StopRule = Never()
@@ -100,8 +100,9 @@ class ChunkedDrafter(Drafter):
         """Returns tokens for `positions`, their confidences, and the distributions that they were drawn from (None
         unless `sampled`).
 
-        The confidence is that of the best token even where another one was drawn: a draft's length must not depend on
-        the draw. Without `with_confidence` it is None, and no softmax is computed.
+        The confidence is that of the best token even where another one was drawn. It may cut a draft before its token,
+        and if that depended on the draw, rejection would not keep the distribution. Without `with_confidence` it is
+        None, and no softmax is computed.
         """
         best, confidence = argmax(logits, confidence=True) if with_confidence else (argmax(logits), None)
         if not self.sampled:
@@ -117,7 +118,8 @@ class ChunkedDrafter(Drafter):
 
     def draft(self, state: Any, committed: Committed, prefix: Draft | None = None) -> tuple[Draft, Any]:
         """See `Drafter.draft`. The drafts continue `prefix`: up to `shape.max_prefix` tokens of another source."""
-        batch, longest = committed.length.shape[0], self.shape.longest
+        batch = committed.length.shape[0]
+        longest = self.shape.longest
         prefix = Draft.empty(batch, 0) if prefix is None else prefix
 
         def fits_more(drafted: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -132,7 +134,7 @@ class ChunkedDrafter(Drafter):
             #   drafted           3  4  5  6 | 7  8  9 10    after each pass
             #   completes_chunk   -  -  -  x   -  -  -  x    the rule is asked
             #   newest                     2            6    first token of the chunk that the rule looks at
-            # A source of 4 tokens per pass drafts 6, then 10. With longest 9 the second chunk is complete at 9.
+            # A source of 4 tokens per pass drafts 6, then 10. With longest 9: 6, then 9 only if `short_last_chunk`.
             added = drafted - prefix.length
             completes_chunk = (chunk.count > 0) & ((added % self.spec_len == 0) | (drafted == longest))
             newest = prefix.length + (added - 1) // self.spec_len * self.spec_len

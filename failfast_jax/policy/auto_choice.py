@@ -36,8 +36,8 @@ class ExpectedGain(StopRule):
 
     The next chunk is assumed to be as sure as the newest one. The memory is `Auto`'s: the calibrated chances.
 
-    Example: chunk 2, two tokens of chance .9 drafted by one pass of 0.2 steps, a verify of 4 rows at 1.2 steps, of 8 at
-    1.5:
+    Example: chunks of 2 tokens, two tokens of chance .9 drafted by one pass of 0.2 steps, a verify of 4 rows at 1.2
+    steps, of 8 at 1.5:
 
         now       1 + .9 + .81 = 2.71 tokens           in 1.2 + 0.2 = 1.4 steps, 1.94 a step
         further   2.71 + .81 * (.9 + .81) = 4.10       in 1.5 + 0.4 = 1.9 steps, 2.16 a step: the draft grows
@@ -54,15 +54,17 @@ class ExpectedGain(StopRule):
         size = draft.drafted - draft.newest
         sure = jnp.sum(jnp.where(draft.in_newest, chance, 0.0), axis=1) / jnp.maximum(size, 1)
         last = jnp.take_along_axis(reached, jnp.maximum(draft.drafted - 1, 0)[:, None], axis=1)[:, 0]
-        # The sum of the powers of `sure` up to the chunk's size.
+        # sure + sure^2 + ... + sure^size
         further = jnp.where(sure < 1, sure * (1 - sure**size) / jnp.maximum(1 - sure, 1e-6), size)
-        tokens, passes = 1 + reached.sum(1), (draft.drafted - memory.begun) // jnp.maximum(size, 1)
+        tokens = 1 + reached.sum(1)
+        passes = (draft.drafted - memory.begun) // jnp.maximum(size, 1)
         now = self._seconds(draft.drafted, passes)
         return (tokens + last * further) / self._seconds(draft.drafted + size, passes + 1) <= tokens / now
 
     def _seconds(self, drafted: Int[Array, " B"], passes: Int[Array, " B"]) -> Float[Array, " B"]:
-        rung = jnp.sum(drafted[:, None] + 1 > jnp.asarray(self.widths[:-1], jnp.int32), axis=1)
-        return jnp.asarray(self.costs.verify)[rung] + self.costs.draft * passes
+        """Returns the seconds of a round. Example: of the widths 1 4 8, 2 drafted tokens (3 rows) take width 4."""
+        width_index = jnp.sum(drafted[:, None] + 1 > jnp.asarray(self.widths[:-1], jnp.int32), axis=1)
+        return jnp.asarray(self.costs.verify)[width_index] + self.costs.draft * passes
 
 
 @flax.struct.dataclass
@@ -74,7 +76,7 @@ class AutoState:
     model: Any
     """State of the model source."""
     chances: Chances
-    """Calibrations of both sources; the length of the text's prefix of this round's model draft."""
+    """Calibrations of both sources, and how many leading tokens of this round's model draft the text supplied."""
     estimate: ThroughputEstimate
     text_draft: Draft
     model_draft: Draft
@@ -91,8 +93,8 @@ class AutoState:
 class Auto(Drafter):
     """Drafts from the text, a model, or the model after the text's tokens, if that pays; otherwise takes a plain step.
 
-    The batch decides together, as its rows share every pass: whether to ask the model, and how many rows to verify. The
-    source of its draft each row decides for itself.
+    The batch decides together, as its rows share every pass: whether to ask the model, and how many rows to verify.
+    Each row chooses its own draft's source.
     """
 
     text: Drafter | None
@@ -116,10 +118,10 @@ class Auto(Drafter):
 
     @property
     def shape(self) -> DraftShape:
-        of_model = DraftShape() if self.model is None else self.model.shape
+        model_shape = DraftShape() if self.model is None else self.model.shape
         longest = max(source.max_draft for source in (self.text, self.model) if source is not None)
         lengths = tuple(range(longest + 1))
-        return dataclasses.replace(of_model, longest=longest, lengths=lengths, max_prefix=0, uses_costs=True)
+        return dataclasses.replace(model_shape, longest=longest, lengths=lengths, max_prefix=0, uses_costs=True)
 
     def planned(self, widths):
         return self.replace(widths=widths).with_costs(Costs.flat(len(widths)))
@@ -134,8 +136,9 @@ class Auto(Drafter):
         return self.replace(costs=costs, model=self.model.replace(rule=ExpectedGain(costs, self.widths)))
 
     def init(self, batch, capacity):
-        text, model = Calibration.of(batch, TEXT_CHANCES), Calibration.of(batch, self.prior)
-        chances = Chances(text, model, begun=jnp.zeros((batch,), jnp.int32))
+        chances = Chances(
+            Calibration.of(batch, TEXT_CHANCES), Calibration.of(batch, self.prior), begun=jnp.zeros((batch,), jnp.int32)
+        )
         return AutoState(
             text=() if self.text is None else self.text.init(batch, capacity),
             model=() if self.model is None else self.model.init(batch, capacity).replace(memory=chances),
@@ -159,64 +162,65 @@ class Auto(Drafter):
     # A round.
 
     def draft(self, state, committed):
-        # 1. The text offers a draft for nothing.
+        # 1. The text offers a draft at no cost.
         # 2. The model is asked if the tokens hoped for are worth more per second than those at hand.
-        # 3. It drafts on its own, or continues the text's draft.
+        # 3. It drafts on its own, or continues the text's draft; its stopping rule reads the chances.
         # 4. The batch verifies the width with the most tokens per second; each row takes its better offer there:
         #      widths 1 4 8 at 1, 1.15 and 1.26 steps
         #      tokens 1.0 2.1 2.6 of the better offers  ->  1.0 1.83 2.06 tokens a step  ->  width 8
         # 5. The draft is cut to the width, and the round's yield is noted.
         costs, estimate = self.costs.steps, state.estimate
-        weight, waits = self._weight(state.ahead, committed.running), self._someone_waits(committed)
-        text, text_tokens, text_state = self._offer(self.text, state.text, state.chances.text, committed)
-        at_hand = _total(weight, text_tokens)
-        prefix, hoped = self._prefix(state, text, committed)
+        weight = self._weight(state.ahead, committed.running)
+        waits = self._row_waits(committed)
+        text_draft, text_expected, text_state = self._offer(self.text, state.text, state.chances.text, committed)
+        at_hand = _total(weight, text_expected)
+        prefix, hoped = self._prefix(state, text_draft, committed)
         ask = self._worth_asking(estimate, at_hand, (weight * hoped).sum(), waits)
         chances = state.chances.replace(begun=jnp.where(committed.running & ask, prefix.length, 0))
         asking = committed.replace(running=committed.running & ask)
-        informed = state.model if self.model is None else state.model.replace(memory=chances)  # for its stopping rule
-        model, model_tokens, model_state = self._offer(self.model, informed, chances, asking, prefix)
-        tokens = jnp.maximum(model_tokens, text_tokens)
-        spent = costs.draft * jnp.max(model.passes)
-        rung = jnp.where(waits, 0, self._best_width(estimate, _total(weight, tokens), spent))
-        cost = costs.verify[rung] + spent
-        width = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
-        drafts, by_model = (model, text), (model_tokens > text_tokens)[:, rung]
-        length = jnp.where(by_model, *(draft.length for draft in drafts))
+        model_state_in = state.model if self.model is None else state.model.replace(memory=chances)
+        model_draft, model_expected, model_state = self._offer(self.model, model_state_in, chances, asking, prefix)
+        expected = jnp.maximum(model_expected, text_expected)
+        spent = costs.draft * jnp.max(model_draft.passes)
+        width_index = jnp.where(waits, 0, self._best_width(estimate, _total(weight, expected), spent))
+        cost = costs.verify[width_index] + spent
+        width = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[width_index])
+        by_model = (model_expected > text_expected)[:, width_index]
+        length = jnp.where(by_model, model_draft.length, text_draft.length)
         seconds = jnp.broadcast_to(cost * self.costs.verify[0], length.shape)
-        # While costs are measured, the draft fills the rows.
-        whole = jnp.where(costs.rows > 0, jnp.minimum(self.max_draft, committed.room), length)
+        # While costs are measured, drafts fill every row to be timed.
+        length = jnp.where(costs.rows > 0, jnp.minimum(self.max_draft, committed.room), length)
         draft = Draft(
-            tokens=jnp.where(by_model[:, None], *(draft.tokens for draft in drafts)),
-            confidence=jnp.where(by_model[:, None], *(draft.confidence for draft in drafts)),
-            length=jnp.where(committed.running, jnp.minimum(whole, width - 1), 0),
-            passes=model.passes,
-            forecast=Forecast(tokens[:, rung], seconds, jnp.broadcast_to(width, length.shape)),
+            tokens=jnp.where(by_model[:, None], model_draft.tokens, text_draft.tokens),
+            confidence=jnp.where(by_model[:, None], model_draft.confidence, text_draft.confidence),
+            length=jnp.where(committed.running, jnp.minimum(length, width - 1), 0),
+            passes=model_draft.passes,
+            forecast=Forecast(expected[:, width_index], seconds, jnp.broadcast_to(width, length.shape)),
         )
         # A round in which every draft begins with the text's tells nothing of the model alone.
         alone = weight * (chances.begun == 0)
-        of_model = (alone * model_tokens[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6)
-        informed = ~ask | (alone.sum() > 0)
-        newer = estimate.after_draft(ask, of_model, cost)
+        model_tokens = (alone * model_expected[:, width_index]).sum() / jnp.maximum(alone.sum(), 1e-6)
+        tells_of_model = ~ask | (alone.sum() > 0)
+        newer = estimate.after_draft(ask, model_tokens, cost)
         return draft, state.replace(
             text=text_state,
             model=model_state,
-            text_draft=text,
-            model_draft=model,
+            text_draft=text_draft,
+            model_draft=model_draft,
             chances=chances,
-            estimate=jax.tree.map(lambda new, old: jnp.where(informed, new, old), newer, estimate),
+            estimate=jax.tree.map(lambda new, old: jnp.where(tells_of_model, new, old), newer, estimate),
             cost=cost,
-            refused=~waits & (jnp.argmax(at_hand / costs.verify) > rung),
+            refused=~waits & (jnp.argmax(at_hand / costs.verify) > width_index),
         )
 
     def _offer(
-        self, source: Drafter | None, state: Any, chances: Calibration | Chances, committed: Committed, *begun: Draft
+        self, source: Drafter | None, state: Any, chances: Calibration | Chances, committed: Committed, *prefix: Draft
     ) -> tuple[Draft, Float[Array, "B widths"], Any]:
         """Returns a source's draft, in buffers of equal size for both sources, the tokens that each sequence expects of
         it per verify width, and the source's state."""
         draft = Draft.empty(committed.length.shape[0], 0)
         if source is not None:
-            draft, state = source.draft(state, committed, *begun)
+            draft, state = source.draft(state, committed, *prefix)
         spare = ((0, 0), (0, self.max_draft - draft.tokens.shape[1]))
         draft = draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
         tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
@@ -229,23 +233,22 @@ class Auto(Drafter):
         were, and it ends early enough. Example: the model alone yields 3.0 tokens; two looked-up tokens of chance .9
         are followed by it: 1 + .9 + .81 + .81 * (3.0 - 1) = 4.33.
         """
-        batch, alone = text.length.shape[0], state.estimate.tokens
-        nothing, hoped = Draft.empty(batch, 0), jnp.full((batch,), alone)
-        reach = 0 if self.model is None else self.model.shape.max_prefix
-        if self.text is None or not reach:
-            return nothing, hoped
+        batch = text.length.shape[0]
+        alone = state.estimate.tokens
+        max_prefix = 0 if self.model is None else self.model.shape.max_prefix
+        if self.text is None or not max_prefix:
+            return Draft.empty(batch, 0), jnp.full((batch,), alone)
         inside = jnp.arange(text.tokens.shape[1]) < text.length[:, None]
-        chance = jnp.where(inside, state.chances.text.chance(text.confidence), 1.0)
-        reached = jnp.cumprod(chance, axis=1)
+        reached = jnp.cumprod(jnp.where(inside, state.chances.text.chance(text.confidence), 1.0), axis=1)
         continued = 1 + jnp.where(inside, reached, 0.0).sum(1) + reached[:, -1] * (alone - 1)
-        fits = (text.length > 0) & (text.length <= reach) & (text.length < committed.room)
+        fits = (text.length > 0) & (text.length <= max_prefix) & (text.length < committed.room)
         begins = fits & (continued > alone) & (alone > 0) & (self.costs.ask == 0)
         prefix = text.replace(
-            tokens=text.tokens[:, :reach],
-            confidence=text.confidence[:, :reach],
+            tokens=text.tokens[:, :max_prefix],
+            confidence=text.confidence[:, :max_prefix],
             length=jnp.where(begins, text.length, 0),
         )
-        return prefix, jnp.where(begins, continued, hoped)
+        return prefix, jnp.where(begins, continued, alone)
 
     def _worth_asking(
         self,
@@ -284,8 +287,8 @@ class Auto(Drafter):
         logits = jnp.where(running, -ahead / LEAD, jnp.finfo(jnp.float32).min)
         return running.sum() * jax.nn.softmax(logits)
 
-    def _someone_waits(self, committed: Committed) -> Bool[Array, ""]:
-        """Returns True if a filled row has no token yet: a plain step gives it one soonest."""
+    def _row_waits(self, committed: Committed) -> Bool[Array, ""]:
+        """Returns True if a refilled row has emitted nothing: a plain step gives it a token soonest."""
         if not self.rows_refilled:
             return jnp.bool_(False)
         return (committed.running & (committed.length == committed.prompt_length)).any()
@@ -294,30 +297,30 @@ class Auto(Drafter):
         running = outcome.before.running
         emitted = jnp.where(running, outcome.after.length - outcome.before.length, 0)
         text = gather_window(outcome.after.tokens, outcome.before.length, self.max_draft)
+        # Rows 3 and 1 ahead emit 3 and 2, so 5 and 2: gain (2 + 1) / 2 if rows are refilled, else the slowest's 2 - 1.
         ahead = state.ahead + jnp.where(running, emitted - 1, 0)
         if self.rows_refilled:
             gained = (ahead - state.ahead).sum() / jnp.maximum(running.sum(), 1)
         else:
-            left = jnp.where(outcome.after.running.any(), outcome.after.running, running)
-            gained = _least(ahead, left) - _least(state.ahead, running)
-        right = running & (state.text_draft.length > 0) & (state.text_draft.tokens[:, 0] == text[:, 0])
-        missed = jnp.where(state.refused, right.sum() / jnp.maximum(running.sum(), 1), 0.0)
+            remaining = jnp.where(outcome.after.running.any(), outcome.after.running, running)
+            gained = _least(ahead, remaining) - _least(state.ahead, running)
+        begins_right = running & (state.text_draft.length > 0) & (state.text_draft.tokens[:, 0] == text[:, 0])
+        missed = jnp.where(state.refused, begins_right.sum() / jnp.maximum(running.sum(), 1), 0.0)
         estimate = state.estimate.after_round(state.cost, 1 + gained, missed, jnp.maximum(running.sum(), 1))
-        state = state.replace(estimate=estimate, ahead=ahead)
         chances = state.chances
         if self.text is not None:
             state = state.replace(text=self.text.commit(state.text, outcome))
             chances = chances.replace(text=chances.text.learned(state.text_draft, text, emitted))
         if self.model is not None:
             draft = state.model_draft
-            kept = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, emitted), text[:, : draft.tokens.shape[1]])
-            of_model = outcome.replace(draft=draft, agreed=kept)
-            state = state.replace(model=self.model.commit(state.model, of_model))
+            agreed = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, emitted), text[:, : draft.tokens.shape[1]])
+            state = state.replace(model=self.model.commit(state.model, outcome.replace(draft=draft, agreed=agreed)))
             chances = chances.replace(model=chances.model.learned(draft, text, emitted, chances.begun))
-        return state.replace(chances=chances)
+        return state.replace(chances=chances, estimate=estimate, ahead=ahead)
 
 
 def _total(weight: Float[Array, " B"], tokens: Float[Array, "B widths"]) -> Float[Array, " widths"]:
+    """Returns the expected tokens of the batch, per width."""
     return (weight[:, None] * tokens).sum(0)
 
 

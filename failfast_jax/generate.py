@@ -12,7 +12,6 @@ from failfast_jax.answer_trace import TERMINAL, write_trace
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig, common_fields
-from failfast_jax.options import require
 from failfast_jax.request_flags import (
     add_engine_flags,
     add_flags_named,
@@ -42,9 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt", metavar="TEXT", action="append", help="one user turn of the model's chat template, if it has one"
-    )
+    prompt.add_argument("--prompt", metavar="TEXT", help="one user turn of the model's chat template, if it has one")
     prompt.add_argument("--prompt-file", metavar="F", type=user_path, help="read the prompt from a text file")
     prompt.add_argument("--token-ids", metavar="1,2,3", help="bypass tokenizer and chat template")
     output = parser.add_argument_group("output")
@@ -80,8 +77,7 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     if args.token_ids is not None:
         source, prompt = "--token-ids", _read_ids(args.token_ids)
     elif args.prompt is not None:
-        require(len(args.prompt) == 1, "--prompt", f"given {len(args.prompt)} times; give one")
-        source, prompt = "--prompt", args.prompt[0]
+        source, prompt = "--prompt", args.prompt
     elif args.prompt_file is not None:
         source = f"--prompt-file {args.prompt_file}"
         try:

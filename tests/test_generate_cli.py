@@ -83,7 +83,6 @@ BAD = {
     f"{T} {D} {IDS} --method fast-dllm --small-block-size 5": "--small-block-size 5: must divide the block size 32",
     "--method magic --token-ids 1": "--method magic: must be one of auto",
     f"{LOOKUP} --prompt ''": "--prompt: the prompt is empty",
-    f"{LOOKUP} --prompt a --prompt b": "--prompt: given 2 times; give one",
     f"{LOOKUP} --prompt ' '": "has no tokenizer",  # is text
     f"{T} --token-ids a,b": "expected integers separated by commas",
     f"{LOOKUP} --token-ids 5,160": "token id 160 is outside the vocabulary of 160",

@@ -31,8 +31,13 @@ class LoadOptions(CommandOptions):
     )
     max_seq_len: int | None = option(None, "maximum prompt + output length in tokens (the models' context)")
     attention: str | None = option(None, "kernel of cached attention (default: by platform)")
-    quantize: str | None = option(None, "quantize the target's matrices to 8 bits; needs the extra `quant`")
-    quantize_drafter: str | None = option(None, "quantize the drafter's matrices to 8 bits")
+    quantize: str | None = option(None, "round the target's matrices to 8 or 4 bits, where its file has more")
+    quantize_drafter: str | None = option(None, "round the drafter's matrices to 8 or 4 bits")
+    activations: str | None = option(
+        None,
+        "arithmetic of quantised matrices on a CPU: rows rounded to int8 (what these files are meant for), or float32",
+        choices=("int8", "float32"),
+    )
     tensor_parallel: int = option(1, "devices that share each layer", least=1)
     data_parallel: int = option(1, "data-parallel replicas, which share the rows", least=1)
     rope_theta_drafter: float | None = option(

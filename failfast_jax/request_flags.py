@@ -22,8 +22,8 @@ SHOWN: dict[str, dict[str, Any]] = {
     "compile_cache": {"metavar": "DIR|off"},
     "costs": {"metavar": "FILE"},
     "method": {"metavar": "METHOD", "text": f"one of {', '.join(all_options())} (default: {DEFAULT_METHOD})"},
-    "quantize": {"metavar": "int8"},
-    "quantize_drafter": {"metavar": "int8"},
+    "quantize": {"metavar": "int8|int4"},
+    "quantize_drafter": {"metavar": "int8|int4"},
 }
 """Further arguments of `add_flag`, by field."""
 
@@ -59,7 +59,15 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, replicas: bool = False,
     """Adds flags that say how models are run; `replicas`: on several data-parallel replicas, if the user says so;
     `distributed`: in several processes."""
     engine = parser.add_argument_group("engine")
-    names = ["exact", "max_seq_len", "quantize", "quantize_drafter", "rope_theta_drafter", "tensor_parallel"]
+    names = [
+        "exact",
+        "max_seq_len",
+        "quantize",
+        "quantize_drafter",
+        "activations",
+        "rope_theta_drafter",
+        "tensor_parallel",
+    ]
     add_flags_named(engine, *names, *(["data_parallel"] if replicas else []))
     if distributed:
         processes.add_flag(engine)

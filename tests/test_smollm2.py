@@ -37,10 +37,10 @@ DRAFTS = {"method": "failfast", "spec_len": 7, "max_spec_len": 7}
 
 @pytest.fixture(scope="module")
 def engine():
-    """Every prompt in one bucket, so that each program is compiled once."""
+    """Computes as transformers does; every prompt is in one bucket, so that each program is compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runtime, "SMALLEST_CAPACITY", 512)
-        model, tokenizer = ModelFolder(GGUF).load()
+        model, tokenizer = ModelFolder(GGUF).load(activations="float32")
         few = Widths(DEFAULT_WIDTHS["cpu"].verify, prefill=(32, 128))
         tokenizers = {"tokenizer": tokenizer, "drafter_tokenizer": tokenizer}
         yield FailFast.load(model, as_untrained_drafter(model), widths=few, **tokenizers)
@@ -73,7 +73,7 @@ def test_drafting_changes_nothing(engine, name, exact):
 def test_the_command_line_answers_a_prompt_from_stdin_with_the_default_drafter(monkeypatch, capsys):
     case = CASES["list_request"]  # one user turn of the model's chat template
     monkeypatch.setattr(sys, "stdin", io.StringIO("List ten animals that live in the sea, one per line."))
-    assert main(["--method", "failfast", "--max-new-tokens", "64"]) == 0
+    assert main(["--method", "failfast", "--max-new-tokens", "64", "--activations", "float32"]) == 0
     captured = capsys.readouterr()
     assert captured.out == case["text"] + "\n"
     # A drafter that draws a blank is not the one that was trained.

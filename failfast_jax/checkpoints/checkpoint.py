@@ -23,6 +23,7 @@ from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameter_map import AbstractModule, ParameterPart, StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError
 from failfast_jax.kernels import row_operations
+from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -41,6 +42,8 @@ def load_model(
     dtype: Any = None,
     *,
     quantize: str | None = None,
+    activations: str | None = None,
+    widen: bool = False,
     progress: bool | None = None,
 ) -> Decoder:
     """Loads a decoder; its attributes `config` and `logits` are what most callers want.
@@ -53,8 +56,10 @@ def load_model(
         written by `python -m convert...`, or a Hugging Face Hub id (from the cache when offline).
       dtype: float32, bfloat16 or float16; None is float32 on CPU and bfloat16 on TPU and GPU. On CPU, matrices that
         are stored in 16 bits stay so in a float32 model: the same arithmetic on half the memory.
+      activations: arithmetic of matrices in blocks on a CPU, `int8` or `float32`; None: int8 where there is a kernel.
       quantize: one of `quantization.SCHEMES`; each matrix is rounded as soon as it has been read (those of a
         converted folder once all are there), so that the whole model need not fit.
+      widen: turn matrices that are stored in blocks into floats, for training.
       progress: shows a progress bar on stderr; None: shows it after 2 seconds on a
         terminal, after a minute in a log file.
 
@@ -66,7 +71,9 @@ def load_model(
       ValueError: an unknown dtype. (All errors above are ValueErrors, too.)
     """
     quantization.check(quantize)
-    return open_checkpoint(path_or_hub_id).load(as_dtype(dtype), quantize=quantize, progress=progress)
+    return open_checkpoint(path_or_hub_id).load(
+        as_dtype(dtype), quantize=quantize, activations=activations, widen=widen, progress=progress
+    )
 
 
 def as_dtype(dtype: Any, platform: str | None = None) -> np.dtype:
@@ -157,15 +164,28 @@ class Checkpoint:
         return kept
 
     def load(
-        self, dtype: np.dtype, *, place: Place | None = None, quantize: str | None = None, progress: bool | None = None
+        self,
+        dtype: np.dtype,
+        *,
+        place: Place | None = None,
+        quantize: str | None = None,
+        activations: str | None = None,
+        widen: bool = False,
+        progress: bool | None = None,
     ) -> Decoder:
         """Builds the decoder; see `load_model` and `read`."""
-        convert = None if quantize is None else quantization.converter(self.config)
-        values = self.read(self.kept_dtypes(dtype), place=place, convert=convert, progress=progress)
-        module = self.abstract_module(dtype)
-        if quantize is not None:
-            module = AbstractModule.of(module.filled({}).quantized(quantize))
-        return module.filled(values)
+
+        def convert(name: str, value: jax.Array | BlockMatrix) -> dict[str, Any]:
+            if quantize is not None:
+                value = quantization.converter(quantize)(name, value)
+            if isinstance(value, BlockMatrix) and place is None:
+                value = quantization.laid_out(value, activations)
+            return {name: value}
+
+        values = self.read(
+            self.kept_dtypes(dtype), place=place, convert=convert, progress=progress, as_stored=not widen
+        )
+        return self.abstract_module(dtype).filled(values)
 
     def read(
         self,
@@ -174,7 +194,8 @@ class Checkpoint:
         place: Place | None = None,
         convert: Convert | None = None,
         progress: bool | None = None,
-    ) -> dict[str, jax.Array]:
+        as_stored: bool = False,
+    ) -> dict[str, Any]:
         """Reads the parameters by their paths: several at a time, each process its devices' parts.
 
         Args:
@@ -182,6 +203,7 @@ class Checkpoint:
           place: the sharding of a parameter, given its path and its shape; None: the default device.
           convert: the arrays that replace a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`, also for errors.
+          as_stored: keep matrices that are stored in blocks so, and not widened.
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -191,7 +213,9 @@ class Checkpoint:
             wanted[name] = jax.ShapeDtypeStruct(shape, dtypes[name], sharding=placed)
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
         with explain_out_of_memory(f"{self.path}: {size / 1e9:.2f} GB of parameters"):
-            arrays = self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress)
+            arrays = (
+                self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress, as_stored)
+            )
             for name, value in arrays:
                 values |= {name: value} if convert is None else convert(name, value)
         return values
@@ -203,22 +227,27 @@ class Checkpoint:
             yield name, restored.pop(name)
 
     def _read_files(
-        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None
-    ) -> Iterator[tuple[str, jax.Array]]:
+        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None, as_stored: bool
+    ) -> Iterator[tuple[str, jax.Array | BlockMatrix]]:
         plan = self.check()
 
-        def assemble(name: str) -> sharding.Blocks:
+        def assemble(name: str) -> sharding.Blocks | BlockMatrix:
             array = wanted[name]
+            if as_stored and plan.has_blocks(name):
+                return plan.assemble_blocks(name, array.shape)
             blocks = sharding.blocks_here(array.sharding, array.shape)
             return {block: plan.assemble(name, array.shape, array.dtype, block) for block in blocks}
 
         options = {"unit_scale": True, "delay": PATIENCE_S} | ({} if progress is None else {"disable": not progress})
         with progress_bar(f"reading {self.path.name}", "B", total=size, **options) as bar:
             for name, blocks in _prefetched(assemble, wanted):
-                array = sharding.from_blocks(blocks, wanted[name].sharding, wanted[name].shape)
-                # Waiting keeps host copies from piling up before a slow link to the device.
-                yield name, jax.block_until_ready(array)
-                bar.update(array.nbytes)
+                place = wanted[name].sharding
+                if isinstance(blocks, BlockMatrix):
+                    yield name, blocks.with_arrays(functools.partial(sharding.put, place=place))
+                else:
+                    # Waiting keeps host copies from piling up before a slow link to the device.
+                    yield name, jax.block_until_ready(sharding.from_blocks(blocks, place, wanted[name].shape))
+                bar.update(math.prod(wanted[name].shape) * wanted[name].dtype.itemsize)
 
 
 def _prefetched(function: Callable[[str], Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,8 @@ from failfast_jax.checkpoints.checkpoint import DTYPES, Checkpoint
 from failfast_jax.checkpoints.config_file import NESTED, SHAPE
 from failfast_jax.checkpoints.parameter_map import StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.models import config_keys
+from failfast_jax.kernels.blocks import numbers
+from failfast_jax.models import config_keys, quantization
 from failfast_jax.models.drafter_model import Kind
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
@@ -255,14 +256,14 @@ class DrafterLayout:
     def _load(self, checkpoint: Checkpoint, ids: np.ndarray | None, target: Decoder) -> Any:
         weights = {"embed": target.embed[...]}
         if "head" in self.borrowed:
-            weights["head"] = target.head_weight if ids is None else whole(target.head_weight)[ids]
+            weights["head"] = target.head_weight if ids is None else quantization.chosen(target.head_weight, ids)
 
         def unless_shared(name: str, value: jax.Array) -> dict[str, jax.Array]:
             """Drops a copy of the target's embedding or head. A copy in 16 bits of a weight in 32 is one."""
             weight = weights.get(name)
             if weight is None:
                 return {name: value}
-            stored, read = checkpoint.tensors[BORROWED[name]].dtype, np.asarray(value)
+            stored, read, weight = checkpoint.tensors[BORROWED[name]].dtype, np.asarray(value), numbers(weight)
             rounded = stored.itemsize < 4 and np.array_equal(read, whole(weight.astype(stored).astype(read.dtype)))
             return {} if rounded or np.array_equal(read, whole(weight)) else {name: value}
 

@@ -20,9 +20,11 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
+from failfast_jax.checkpoints import gguf_blocks
 from failfast_jax.checkpoints.parameter_map import HF_TABLE, StoredTensor, TensorTable, is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import read_array
 from failfast_jax.errors import CheckpointError, quoted
+from failfast_jax.kernels.blocks import INPUTS, BlockMatrix
 from failfast_jax.models import config_keys
 from failfast_jax.models.config_keys import LARGEST
 from failfast_jax.models.model_config import ENDS
@@ -194,7 +196,13 @@ def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: i
         stored = read_array(path, np.dtype(np.uint8), (1, (stop - start) * row_bytes), at)
         return gguf.dequantize(stored, quant).reshape(part)
 
-    return StoredTensor(name, shape, _PLAIN.get(quant, np.dtype(np.float32)), path, read)
+    def read_blocks() -> BlockMatrix:
+        stored = read_array(path, np.dtype(np.uint8), (shape[0], shape[1] // block, block_bytes), begin)
+        return gguf_blocks.read_blocks(stored, quant)
+
+    in_blocks = quant in gguf_blocks.READERS and len(shape) == 2 and shape[1] % INPUTS == 0
+    dtype = _PLAIN.get(quant, np.dtype(np.float32))
+    return StoredTensor(name, shape, dtype, path, read, read_blocks if in_blocks else None)
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:

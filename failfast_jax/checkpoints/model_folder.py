@@ -130,6 +130,7 @@ class ModelFolder:
         *,
         is_drafter: bool = False,
         quantize: str | None = None,
+        activations: str | None = None,
         attention: str | None = None,
     ) -> tuple[Decoder, Any]:
         """Reads a whole model and its tokenizer (None: it has none); on a mesh, each device reads its own part.
@@ -141,7 +142,8 @@ class ModelFolder:
             opened = self.checkpoint
             check_attention(attention, opened.config, as_dtype(dtype, device_of(attention).platform), self.name)
             place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=is_drafter)
-            return opened.load(as_dtype(dtype), place=place, quantize=quantize), tokenizer.result()
+            model = opened.load(as_dtype(dtype), place=place, quantize=quantize, activations=activations)
+            return model, tokenizer.result()
 
 
 def check_attention(attention: str | None, config: Any, dtype: Any, name: str) -> None:
@@ -209,7 +211,9 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     model, tokenizer = target, options.tokenizer
     if source is not None:
         source.check_is_target()
-        model, tokenizer = source.load(dtype, mesh, quantize=options.quantize, attention=attention)
+        model, tokenizer = source.load(
+            dtype, mesh, quantize=options.quantize, activations=options.activations, attention=attention
+        )
         tokenizer = options.tokenizer or tokenizer
     drafting, drafter_tokenizer, decoding, chances = drafter, options.drafter_tokenizer, {}, None
     if drafter_source is not None:
@@ -217,8 +221,8 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
         if drafter_source.borrows:
             drafting = drafter_source.open_drafter(model.config, target_name, theta).load(model)
         else:
-            flags = {"is_drafter": True, "quantize": options.quantize_drafter, "attention": attention}
-            drafting, drafter_tokenizer = drafter_source.load(dtype, mesh, **flags)
+            flags = {"quantize": options.quantize_drafter, "activations": options.activations, "attention": attention}
+            drafting, drafter_tokenizer = drafter_source.load(dtype, mesh, is_drafter=True, **flags)
             drafter_tokenizer = options.drafter_tokenizer or drafter_tokenizer
 
     vocab = model.config.vocab_size
@@ -229,9 +233,9 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     for each, name in ((model, target_name), (drafting, drafter_name)):
         if each is not None:
             check_attention(attention, each.config, each.dtype, name)
-    model = _placed(model, mesh, attention, options.quantize)
+    model = _placed(model, mesh, options, options.quantize)
     if drafting is not None:
-        drafting = _placed(drafting, mesh, attention, options.quantize_drafter, drafter=True)
+        drafting = _placed(drafting, mesh, options, options.quantize_drafter, drafter=True)
     return Pair(model, drafting, tokenizer, vocab, decoding, chances, target_name, drafter_name)
 
 
@@ -245,6 +249,9 @@ def _check_options(drafter: Any, options: LoadOptions) -> None:
     quantization.check(options.quantize_drafter, "--quantize-drafter")
     if options.quantize_drafter is not None and drafter is None:
         raise OptionError(f"--quantize-drafter {options.quantize_drafter}: there is no drafter")
+    reason = quantization.refusal(options.activations)
+    if reason:
+        raise OptionError(f"--activations {options.activations}: {reason}")
     if options.attention is not None and (reason := refusal(options.attention, jax.devices()[0])):
         raise OptionError(f"--attention {options.attention}: {reason}")
 
@@ -253,7 +260,7 @@ def _name(model: Any, role: str) -> str:
     return str(model) if is_path(model) else f"the {role} model"
 
 
-def _placed(model: Any, mesh: Mesh | None, attention: str | None, quantize: str | None, drafter: bool = False) -> Any:
+def _placed(model: Any, mesh: Mesh | None, options: LoadOptions, quantize: str | None, drafter: bool = False) -> Any:
     """A model on its devices, with its attention kernel, quantised if it is not yet."""
-    model = model.spread(mesh, kernel=attention, drafter=drafter)
-    return model if quantize is None else model.quantized(quantize)
+    model = model.spread(mesh, kernel=options.attention, drafter=drafter)
+    return model if quantize is None else model.quantized(quantize, options.activations)

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.errors import CheckpointError, named
+from failfast_jax.kernels.blocks import BlockMatrix, same_form
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
 
@@ -44,6 +45,8 @@ class StoredTensor:
     """`read(start, stop, out=None)` returns rows start..stop of the leading axis. If the stored bytes need no
     conversion they are written to `out` (contiguous, of this dtype and shape); otherwise a new array is returned.
     None: Orbax reads the tensor."""
+    read_blocks: Callable[[], BlockMatrix] | None = None
+    """Reads the whole tensor as it is stored, in numpy's arrays; None: it holds floats."""
 
 
 class ParameterPart(NamedTuple):
@@ -140,6 +143,33 @@ class ReadPlan:
                 fill(tensor, start, segment, interleaved_head, columns)
                 start += len(segment)
         return out
+
+    def has_blocks(self, parameter: str) -> bool:
+        """True if all tensors of a parameter are stored in blocks."""
+        return all(tensor.read_blocks is not None for _, tensor in self.sources[parameter])
+
+    def assemble_blocks(self, parameter: str, shape: tuple[int, ...]) -> BlockMatrix:
+        """Reads a parameter in blocks, of numpy's arrays; CheckpointError: a scale that is NaN or infinite."""
+        parts = [(part, tensor, tensor.read_blocks()) for part, tensor in self.sources[parameter]]
+        for _, tensor, stored in parts:
+            for values in jax.tree.leaves(stored):
+                if values.dtype == np.float16 and not is_finite(values):
+                    raise not_finite(tensor.name, tensor.file)
+        forms = same_form([stored for _, _, stored in parts])
+
+        def joined(*arrays: np.ndarray) -> np.ndarray:
+            out = np.empty((*shape[:-1], arrays[0].shape[-1]), arrays[0].dtype)
+            for (part, _, _), rows in zip(parts, arrays):
+                if part in self.table.interleaved:
+                    pairs = rows.reshape(-1, self.config.head_dim // 2, 2, rows.shape[-1])
+                    rows = pairs.swapaxes(1, 2).reshape(rows.shape)
+                start = 0
+                for segment in segments_of(out, part, self.config):
+                    segment[...] = rows[start : start + segment.shape[0]]
+                    start += segment.shape[0]
+            return out
+
+        return jax.tree.map(joined, *forms)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -321,7 +351,7 @@ class AbstractModule:
         """Shapes of the parameters by dotted path."""
         return {name: tuple(leaf.shape) for name, leaf in self.leaves.items()}
 
-    def filled(self, values: Mapping[str, jax.Array]) -> Any:
+    def filled(self, values: Mapping[str, Any]) -> Any:
         """Returns the module with these parameters, by dotted path; all others stay abstract."""
         flat = {
             self._paths[name]: leaf.replace(values[name]) if name in values else leaf

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 LANES = (4, 8, 16)
 """Float32 numbers in a vector register: NEON, AVX2, AVX-512."""
 FLAGS = ("-O2", "-Xclang", "-disable-llvm-passes", "-ffp-contract=off", "-fno-strict-aliasing", "-g0")
-FLAGS += ("-fno-stack-protector", "-fno-sanitize=all", "-target", "x86_64-linux-gnu", "-mcpu=x86_64_v4")
+FLAGS += ("-fno-stack-protector", "-fno-sanitize=all", "-target", "x86_64-linux-gnu", "-mcpu=x86_64_v4", "-mavx512vnni")
 KEPT_ATTRIBUTES = ("alwaysinline", "noinline")
 
 

@@ -290,8 +290,7 @@ INLINE void tile(const float *x, const void *w, float *y, long inputs, long stri
 }
 
 // Rows of a whole tile, and its outputs: the fastest that were tried for weights of a type.
-INLINE int tile_rows(Type type) { return LANES == 8 || type == INT8 ? 4 : 8; }
-INLINE int tile_outputs(Type type) { return LANES != 8 && type == INT8 ? 6 : 3; }
+enum { TILE_ROWS = LANES == 8 ? 4 : 8, TILE_OUTPUTS = 3 };
 INLINE int thin_outputs(int rows, Type type) { return rows == 1 && type == FLOAT32 ? 4 : 1; }
 
 // The most rows whose outputs are computed a few at a time.
@@ -318,17 +317,201 @@ INLINE void outputs_of(long piece, const Product *p, Type type) {
       THIN(1) THIN(2) THIN(3) THIN(4)
     }
   }
-  const long whole = p->rows - p->rows % tile_rows(type);
-  for (long row = 0; row < whole; row += tile_rows(type))
-    over_outputs(p, row, begin, end, tile_rows(type), tile_outputs(type), type, AHEAD);
+  const long whole = p->rows - p->rows % TILE_ROWS;
+  for (long row = 0; row < whole; row += TILE_ROWS)
+    over_outputs(p, row, begin, end, TILE_ROWS, TILE_OUTPUTS, type, AHEAD);
   switch (p->rows - whole) {
 #define REST(ROWS)        \
   case ROWS:              \
-    if (ROWS < tile_rows(type)) over_outputs(p, whole, begin, end, ROWS, tile_outputs(type), type, AHEAD); \
+    if (ROWS < TILE_ROWS) over_outputs(p, whole, begin, end, ROWS, TILE_OUTPUTS, type, AHEAD); \
     break;
     REST(1) REST(2) REST(3) REST(4) REST(5) REST(6) REST(7)
   }
 }
+
+// ------------------------------------------------------------------------------------------------ products of blocks
+
+#if LANES > 4  // on others XLA computes them
+
+// A weight in blocks holds whole numbers, `codes`, and a scale for each group of 16, 32, 64 or 128 inputs of an output.
+// A tile is 16 outputs x 32 inputs; the tiles of 16 outputs lie one after the other. In a tile of 4 bits, byte
+// [j][4 * output + i], j < 4, holds input 4 * j + i below and input 16 + 4 * j + i above; in one of 8 bits, j < 8, it is
+// input 4 * j + i. So a vector holds four inputs of each of LANES outputs, which one instruction multiplies by the same
+// four inputs of a row and adds up:
+//   codes 3 0 15 7, scale 0.1, minimum -0.4; a row's 1 -2 4 0, scale 0.5  ->  0.1 * 0.5 * 63 - 0.4 * 0.5 * 3 = 2.55
+enum { TILE = 16, INPUTS = 32, BLOCK_ROWS = LANES == 16 ? 8 : 4, TILES = 3 };
+
+typedef uint8_t codes_at __attribute__((ext_vector_type(4 * LANES), aligned(1)));
+typedef uint8_t codes __attribute__((ext_vector_type(4 * LANES)));
+typedef int32_t integers_at __attribute__((ext_vector_type(LANES), aligned(1)));
+typedef char chars __attribute__((vector_size(4 * LANES)));  // as the compiler's names of instructions want them
+typedef short shorts __attribute__((vector_size(4 * LANES)));
+typedef int words __attribute__((vector_size(4 * LANES)));
+
+typedef struct {
+  const float *x;         // [rows, inputs]
+  int8_t *rounded;        // [rows, inputs]: whole numbers of -127 .. 127, one scale for each 32
+  float *row_scale;       // [rows, inputs / 32]
+  int32_t *row_sum;       // [rows, inputs / 16]: of the rounded inputs
+  const uint8_t *codes;   // [outputs / 16, inputs / 32, 16 * 16 or 32 * 16]
+  const void *scale, *minimum;  // [outputs / 16, inputs / group, 16] float16, or int8 where there are outer ones
+  const void *outer_scale, *outer_minimum;  // [outputs / 16, inputs / outer, 16] float16
+  float *y;               // [rows, outputs]
+  long rows, inputs, outputs, group, outer;
+} Blocks;
+
+// sum[lane] += weights[4 * lane + i] * x[i], i < 4. Weights are unsigned for AVX-512's instruction.
+INLINE integers add_dot(integers sum, codes weights, int32_t x, int bits) {
+  const integers four = (integers)x;
+#if LANES == 16
+  return (integers)__builtin_ia32_vpdpbusd512((words)sum, (chars)weights, (chars)four);
+#else
+  // Sums of two products must fit in 16 bits: those of 4 bits do. Of signed 8 bits the sign goes to x.
+  chars w = (chars)weights, inputs = (chars)four;
+  if (bits == 8) inputs = __builtin_ia32_psignb256(inputs, w), w = __builtin_elementwise_abs(w);
+  return sum + (integers)__builtin_ia32_pmaddwd256(__builtin_ia32_pmaddubsw256(w, inputs), (shorts)(integers)0x00010001);
+#endif
+}
+
+// Rounds 16 rows at a time to int8: 32 inputs 0.5 -1.27 0 .. have the scale 0.01 and become 50 -127 0 ..
+NOINLINE void round_rows(long piece, const void *values) {
+  const Blocks *p = values;
+  for (long row = piece * 16; row < least(piece * 16 + 16, p->rows); row++)
+    for (long at = 0; at < p->inputs; at += INPUTS) {
+      const float *x = p->x + row * p->inputs + at;
+      floats high = (floats)0.0f, strange = (floats)0.0f;  // NaN, if an input is not finite
+      for (int i = 0; i < INPUTS; i += LANES) {
+        high = larger(high, __builtin_elementwise_abs(load(x + i, FLOAT32)));
+        strange += load(x + i, FLOAT32) - load(x + i, FLOAT32);
+      }
+      float peak = high[0];
+      UNROLL
+      for (int i = 1; i < LANES; i++) peak = high[i] > peak ? high[i] : peak;
+      const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+      int8_t *rounded = p->rounded + row * p->inputs + at;
+      for (int half = 0; half < 2; half++) {
+        int32_t total = 0;
+        for (int i = 16 * half; i < 16 * half + 16; i++) {
+          const float number = __builtin_rintf(x[i] * inverse);
+          rounded[i] = (int8_t)(number >= -127.0f && number <= 127.0f ? number : 0.0f);
+          total += rounded[i];
+        }
+        p->row_sum[(row * p->inputs + at) / 16 + half] = total;
+      }
+      p->row_scale[(row * p->inputs + at) / INPUTS] = peak / 127.0f + sum(strange);
+    }
+}
+
+// Scales, or minima, of LANES outputs of a tile for the group that begins at, or holds, input `at`.
+INLINE floats group_values(const Blocks *p, const void *inner, const void *outer, long tile, long lane, long at) {
+  const long index = (tile * (p->inputs / p->group) + at / p->group) * TILE + lane;
+  if (!outer) return load(element(inner, index, FLOAT16), FLOAT16);
+  const long above = (tile * (p->inputs / p->outer) + at / p->outer) * TILE + lane;
+  return load(element(inner, index, INT8), INT8) * load(element(outer, above, FLOAT16), FLOAT16);
+}
+
+// `rows` rounded rows times LANES outputs of a tile. `fine`: groups of 16, so that each half of a tile is summed alone.
+INLINE void integer_tile(const Blocks *p, long tile, long lane, long row, int rows, int bits, int fine) {
+  const long count = p->inputs / INPUTS, size = TILE * INPUTS * bits / 8;
+  const int unsigned_weights = bits == 4 || LANES == 16, offset = bits == 8 ? 128 * unsigned_weights : p->minimum ? 0 : 8;
+  const uint8_t *at = p->codes + tile * count * size + 4 * lane;
+  floats total[BLOCK_ROWS];
+  UNROLL
+  for (int r = 0; r < rows; r++) total[r] = (floats)0.0f;
+  for (long block = 0; block < count; block++, at += size) {
+    integers dot[2 * BLOCK_ROWS];
+    UNROLL
+    for (int i = 0; i < rows * (1 + fine); i++) dot[i] = (integers)0;
+    prefetch(at, size, THIN_AHEAD);
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+      codes low = *(const codes_at *)(at + 64 * j), high = low >> 4;
+      if (bits == 4) low &= 15;
+      else high = *(const codes_at *)(at + 64 * (j + 4));
+      if (bits == 8 && unsigned_weights) low ^= 128, high ^= 128;
+      UNROLL
+      for (int r = 0; r < rows; r++) {
+        const int32_t *x = (const int32_t *)(p->rounded + (row + r) * p->inputs + block * INPUTS);
+        dot[r] = add_dot(dot[r], low, x[j], bits);
+        dot[r + fine * rows] = add_dot(dot[r + fine * rows], high, x[j + 4], bits);
+      }
+    }
+    UNROLL
+    for (int half = 0; half < 1 + fine; half++) {
+      const long input = block * INPUTS + half * 16;
+      const floats scale = group_values(p, p->scale, p->outer_scale, tile, lane, input);
+      floats minimum = (floats)0.0f;
+      if (p->minimum) minimum = group_values(p, p->minimum, p->outer_minimum, tile, lane, input);
+      UNROLL
+      for (int r = 0; r < rows; r++) {
+        const float row_scale = p->row_scale[(row + r) * count + block];
+        const int32_t *sums = p->row_sum + (row + r) * 2 * count + 2 * block;
+        const int32_t sum = fine ? sums[half] : sums[0] + sums[1];
+        const integers result = dot[r + half * rows] - offset * sum;
+        total[r] = fma_(scale * row_scale, __builtin_convertvector(result, floats), total[r]);
+        if (p->minimum) total[r] = fma_(minimum, (floats)(row_scale * (float)sum), total[r]);
+      }
+    }
+  }
+  UNROLL
+  for (int r = 0; r < rows; r++) store(p->y + (row + r) * p->outputs + tile * TILE + lane, total[r]);
+}
+
+// The same of rows in float32 and weights widened in registers. Each half of a tile has sums of its own, for speed.
+INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows, int bits) {
+  const long count = p->inputs / INPUTS, size = TILE * INPUTS * bits / 8;
+  const uint8_t *at = p->codes + tile * count * size + 4 * lane;
+  floats total[2 * BLOCK_ROWS];
+  UNROLL
+  for (int i = 0; i < 2 * rows; i++) total[i] = (floats)0.0f;
+  for (long block = 0; block < count; block++, at += size) {
+    prefetch(at, size, THIN_AHEAD);
+    UNROLL
+    for (int half = 0; half < 2; half++) {
+      const long input = block * INPUTS + half * 16;
+      const floats scale = group_values(p, p->scale, p->outer_scale, tile, lane, input);
+      floats minimum = scale * (bits == 4 ? -8.0f : 0.0f);
+      if (p->minimum) minimum = group_values(p, p->minimum, p->outer_minimum, tile, lane, input);
+      for (int j = 0; j < 4; j++) {
+        const integers four = *(const integers_at *)(at + 64 * (bits == 4 ? j : 4 * half + j));
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+          const integers code = bits == 4 ? (four >> (8 * i + 4 * half)) & 15 : (four << (24 - 8 * i)) >> 24;
+          const floats weight = fma_(__builtin_convertvector(code, floats), scale, minimum);
+          UNROLL
+          for (int r = 0; r < rows; r++) {
+            const float x = p->x[(row + r) * p->inputs + input + 4 * j + i];
+            total[2 * r + half] = fma_((floats)x, weight, total[2 * r + half]);
+          }
+        }
+      }
+    }
+  }
+  UNROLL
+  for (int r = 0; r < rows; r++)
+    store(p->y + (row + r) * p->outputs + tile * TILE + lane, total[2 * r] + total[2 * r + 1]);
+}
+
+INLINE void block_rows(const Blocks *p, long tile, long row, int rows, int bits, int fine, int rounded) {
+  UNROLL
+  for (int lane = 0; lane < TILE; lane += LANES) {
+    if (rounded) integer_tile(p, tile, lane, row, rows, bits, fine);
+    else float_tile(p, tile, lane, row, rows, bits);
+  }
+}
+
+// All rows times TILES tiles, which stay in a core's cache.
+INLINE void block_tiles(long piece, const Blocks *p, int bits, int fine, int rounded) {
+  const long end = least((piece + 1) * TILES, p->outputs / TILE);
+  for (long row = 0; row < p->rows; row += BLOCK_ROWS)
+    for (long tile = piece * TILES; tile < end; tile++) switch (least(p->rows - row, BLOCK_ROWS)) {
+#define BLOCK_OF(ROWS) \
+  case ROWS: if (ROWS <= BLOCK_ROWS) block_rows(p, tile, row, ROWS, bits, fine, rounded); break;
+        BLOCK_OF(1) BLOCK_OF(2) BLOCK_OF(3) BLOCK_OF(4) BLOCK_OF(5) BLOCK_OF(6) BLOCK_OF(7) BLOCK_OF(8)
+      }
+}
+
+#endif
 
 // ------------------------------------------------------------------------------------------------ norms
 
@@ -618,5 +801,48 @@ XLA_FFI_Error *failfast_rms_norm(XLA_FFI_CallFrame *frame) {
   NOINLINE void attend_##NAME(long piece, const void *values) { attend_block(piece, values, TYPE); }     \
   XLA_FFI_Error *failfast_attention_##NAME(XLA_FFI_CallFrame *frame) { return attention(frame, attend_##NAME); }
 
-PRODUCT(float32, FLOAT32) PRODUCT(bfloat16, BFLOAT16) PRODUCT(float16, FLOAT16) PRODUCT(int8, INT8)
+PRODUCT(float32, FLOAT32) PRODUCT(bfloat16, BFLOAT16) PRODUCT(float16, FLOAT16)
 ATTENTION(float32, FLOAT32) ATTENTION(bfloat16, BFLOAT16) ATTENTION(float16, FLOAT16)
+
+#if LANES > 4
+// blocks(x: [rows, inputs] float32, codes, scale, minimum, outer_scale, outer_minimum: see Blocks; what a weight does not
+// have is empty) -> [rows, outputs] float32, and room for rounded rows
+INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int rounded) {
+  if (is_registration(frame)) return NULL;
+  XLA_FFI_Buffer *x = argument(frame, 0), *y = result(frame, 0), *parts[4];
+  const void *data[4];
+  for (int i = 0; i < 4; i++) {
+    parts[i] = argument(frame, 2 + i);
+    data[i] = parts[i]->dims[0] ? parts[i]->data : NULL;
+  }
+  const long rows = x->dims[0], inputs = x->dims[1];
+  char *room = result(frame, 1)->data;
+  const Blocks p = {
+      .x = x->data,
+      .row_scale = (float *)room,
+      .row_sum = (int32_t *)(room + rows * inputs / INPUTS * 4),
+      .rounded = (int8_t *)(room + rows * inputs / INPUTS * 12),
+      .codes = argument(frame, 1)->data,
+      .scale = data[0],
+      .minimum = data[1],
+      .outer_scale = data[2],
+      .outer_minimum = data[3],
+      .y = y->data,
+      .rows = rows,
+      .inputs = inputs,
+      .outputs = y->dims[1],
+      .group = inputs / parts[0]->dims[1],
+      .outer = data[2] ? inputs / parts[2]->dims[1] : inputs,
+  };
+  if (rounded) parallel_for(frame, (rows + 15) / 16, round_rows, &p);
+  parallel_for(frame, (p.outputs / TILE + TILES - 1) / TILES, work, &p);
+  return NULL;
+}
+
+#define BLOCKS(NAME, BITS, FINE, ROUNDED)                                                                      \
+  NOINLINE void blocks_##NAME(long piece, const void *values) { block_tiles(piece, values, BITS, FINE, ROUNDED); }      \
+  XLA_FFI_Error *failfast_blocks_##NAME(XLA_FFI_CallFrame *frame) { return block_product(frame, blocks_##NAME, ROUNDED); }
+
+BLOCKS(4_int8, 4, 0, 1) BLOCKS(8_int8, 8, 0, 1) BLOCKS(8_fine_int8, 8, 1, 1)
+BLOCKS(4_float32, 4, 0, 0) BLOCKS(8_float32, 8, 0, 0)
+#endif

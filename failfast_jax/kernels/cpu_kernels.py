@@ -24,8 +24,8 @@ import llvmlite.binding as llvm
 
 from failfast_jax.util.files import write_atomically
 
-DTYPES = ("float32", "bfloat16", "float16", "int8")
-"""Weight dtypes; caches may have all of them except int8. Sums are float32."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of weights and caches. Sums are float32."""
 NO_UNIT = "a processor without AVX2 and FMA, AVX-512 or NEON"
 MAX_WIDTH = 128
 """Maximum rows of a decode window. Above it products are bound by arithmetic, and XLA's are as fast."""
@@ -38,6 +38,7 @@ PREFIX = "failfast_"
 _features = functools.cache(llvm.get_host_cpu_features)
 _engines: list[llvm.ExecutionEngine] = []
 """They own the compiled code, which XLA's programs call until the process ends."""
+_known: list[tuple[str, int, int]] = []
 _lock = threading.Lock()
 
 
@@ -47,6 +48,14 @@ def vector_lanes() -> int | None:
         return 4
     features = _features()
     if features.get("avx512f"):
+        return 16
+    return 8 if features.get("avx2") and features.get("fma") else None
+
+
+def integer_lanes() -> int | None:
+    """The same for products of whole numbers: 16 with VNNI, 8 with AVX2; None elsewhere."""
+    features = _features()
+    if features.get("avx512vnni"):
         return 16
     return 8 if features.get("avx2") and features.get("fma") else None
 
@@ -62,8 +71,21 @@ def call(kernel: str, *shapes: jax.ShapeDtypeStruct, head_dim: int = 0) -> Calla
       FileNotFoundError: `vector_lanes()` is None; ask the kernel's `serves` or `refuses` first.
     """
     with _lock:
-        target = _registered(kernel, head_dim, vector_lanes())
+        lanes = integer_lanes() if kernel.startswith("blocks") else vector_lanes()
+        target = _registered(kernel, head_dim, lanes)
     return jax.ffi.ffi_call(target, list(shapes), vmap_method="sequential")
+
+
+def registered() -> list[tuple[str, int, int]]:
+    """The kernels that XLA knows in this process."""
+    return list(_known)
+
+
+def register(kernels: list[tuple[str, int, int]]) -> None:
+    """Makes kernels known to XLA that a program calls which another process compiled."""
+    with _lock:
+        for kernel in kernels:
+            _registered(*kernel)
 
 
 @functools.cache
@@ -87,6 +109,7 @@ def _registered(kernel: str, head_dim: int, lanes: int) -> str:
     address = engine.get_function_address(PREFIX + kernel)
     name = f"{PREFIX}{kernel}_{head_dim}_{lanes}"
     jax.ffi.register_ffi_target(name, capsule(address, None, None), platform="cpu")
+    _known.append((kernel, head_dim, lanes))
     return name
 
 

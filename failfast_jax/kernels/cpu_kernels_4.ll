@@ -790,25 +790,6 @@ define internal void @outputs_float16(i64 noundef %0, ptr noundef %1) #5 {
   ret void
 }
 
-define ptr @failfast_product_int8(ptr noundef %0) #0 {
-  %2 = alloca ptr, align 8
-  store ptr %0, ptr %2, align 8
-  %3 = load ptr, ptr %2, align 8
-  %4 = call ptr @product(ptr noundef %3, ptr noundef @outputs_int8)
-  ret ptr %4
-}
-
-define internal void @outputs_int8(i64 noundef %0, ptr noundef %1) #5 {
-  %3 = alloca i64, align 8
-  %4 = alloca ptr, align 8
-  store i64 %0, ptr %3, align 8
-  store ptr %1, ptr %4, align 8
-  %5 = load i64, ptr %3, align 8
-  %6 = load ptr, ptr %4, align 8
-  call void @outputs_of(i64 noundef %5, ptr noundef %6, i32 noundef 3)
-  ret void
-}
-
 define ptr @failfast_attention_float32(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
   store ptr %0, ptr %2, align 8
@@ -1522,7 +1503,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %37 = load i32, ptr %6, align 4
   call void @over_outputs(ptr noundef %32, i64 noundef 0, i64 noundef %33, i64 noundef %34, i32 noundef 1, i32 noundef %36, i32 noundef %37, i64 noundef 4096)
   store i32 1, ptr %9, align 4
-  br label %191
+  br label %132
 
 38:
   %39 = load ptr, ptr %5, align 8
@@ -1533,7 +1514,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %44 = load i32, ptr %6, align 4
   call void @over_outputs(ptr noundef %39, i64 noundef 0, i64 noundef %40, i64 noundef %41, i32 noundef 2, i32 noundef %43, i32 noundef %44, i64 noundef 4096)
   store i32 1, ptr %9, align 4
-  br label %191
+  br label %132
 
 45:
   %46 = load ptr, ptr %5, align 8
@@ -1544,7 +1525,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %51 = load i32, ptr %6, align 4
   call void @over_outputs(ptr noundef %46, i64 noundef 0, i64 noundef %47, i64 noundef %48, i32 noundef 3, i32 noundef %50, i32 noundef %51, i64 noundef 4096)
   store i32 1, ptr %9, align 4
-  br label %191
+  br label %132
 
 52:
   %53 = load ptr, ptr %5, align 8
@@ -1555,7 +1536,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %58 = load i32, ptr %6, align 4
   call void @over_outputs(ptr noundef %53, i64 noundef 0, i64 noundef %54, i64 noundef %55, i32 noundef 4, i32 noundef %57, i32 noundef %58, i64 noundef 4096)
   store i32 1, ptr %9, align 4
-  br label %191
+  br label %132
 
 59:
   br label %60
@@ -1567,218 +1548,131 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %64 = load ptr, ptr %5, align 8
   %65 = getelementptr inbounds nuw %struct.Product, ptr %64, i32 0, i32 3
   %66 = load i64, ptr %65, align 8
-  %67 = load i32, ptr %6, align 4
-  %68 = call i32 @tile_rows(i32 noundef %67)
-  %69 = sext i32 %68 to i64
-  %70 = srem i64 %66, %69
-  %71 = sub nsw i64 %63, %70
-  store i64 %71, ptr %10, align 8
+  %67 = srem i64 %66, 8
+  %68 = sub nsw i64 %63, %67
+  store i64 %68, ptr %10, align 8
   store i64 0, ptr %11, align 8
-  br label %72
+  br label %69
 
-72:
-  %73 = load i64, ptr %11, align 8
-  %74 = load i64, ptr %10, align 8
-  %75 = icmp slt i64 %73, %74
-  br i1 %75, label %77, label %76
+69:
+  %70 = load i64, ptr %11, align 8
+  %71 = load i64, ptr %10, align 8
+  %72 = icmp slt i64 %70, %71
+  br i1 %72, label %74, label %73
 
-76:
+73:
   store i32 3, ptr %9, align 4
-  br label %93
+  br label %83
 
-77:
-  %78 = load ptr, ptr %5, align 8
-  %79 = load i64, ptr %11, align 8
-  %80 = load i64, ptr %7, align 8
-  %81 = load i64, ptr %8, align 8
-  %82 = load i32, ptr %6, align 4
-  %83 = call i32 @tile_rows(i32 noundef %82)
-  %84 = load i32, ptr %6, align 4
-  %85 = call i32 @tile_outputs(i32 noundef %84)
-  %86 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %78, i64 noundef %79, i64 noundef %80, i64 noundef %81, i32 noundef %83, i32 noundef %85, i32 noundef %86, i64 noundef 8192)
-  br label %87
+74:
+  %75 = load ptr, ptr %5, align 8
+  %76 = load i64, ptr %11, align 8
+  %77 = load i64, ptr %7, align 8
+  %78 = load i64, ptr %8, align 8
+  %79 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %75, i64 noundef %76, i64 noundef %77, i64 noundef %78, i32 noundef 8, i32 noundef 3, i32 noundef %79, i64 noundef 8192)
+  br label %80
 
-87:
-  %88 = load i32, ptr %6, align 4
-  %89 = call i32 @tile_rows(i32 noundef %88)
-  %90 = sext i32 %89 to i64
-  %91 = load i64, ptr %11, align 8
-  %92 = add nsw i64 %91, %90
-  store i64 %92, ptr %11, align 8
-  br label %72, !llvm.loop !20
+80:
+  %81 = load i64, ptr %11, align 8
+  %82 = add nsw i64 %81, 8
+  store i64 %82, ptr %11, align 8
+  br label %69, !llvm.loop !20
 
-93:
-  %94 = load ptr, ptr %5, align 8
-  %95 = getelementptr inbounds nuw %struct.Product, ptr %94, i32 0, i32 3
-  %96 = load i64, ptr %95, align 8
-  %97 = load i64, ptr %10, align 8
-  %98 = sub nsw i64 %96, %97
-  switch i64 %98, label %190 [
-    i64 1, label %99
-    i64 2, label %112
-    i64 3, label %125
-    i64 4, label %138
-    i64 5, label %151
-    i64 6, label %164
-    i64 7, label %177
+83:
+  %84 = load ptr, ptr %5, align 8
+  %85 = getelementptr inbounds nuw %struct.Product, ptr %84, i32 0, i32 3
+  %86 = load i64, ptr %85, align 8
+  %87 = load i64, ptr %10, align 8
+  %88 = sub nsw i64 %86, %87
+  switch i64 %88, label %131 [
+    i64 1, label %89
+    i64 2, label %95
+    i64 3, label %101
+    i64 4, label %107
+    i64 5, label %113
+    i64 6, label %119
+    i64 7, label %125
   ]
 
-99:
+89:
+  %90 = load ptr, ptr %5, align 8
+  %91 = load i64, ptr %10, align 8
+  %92 = load i64, ptr %7, align 8
+  %93 = load i64, ptr %8, align 8
+  %94 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %90, i64 noundef %91, i64 noundef %92, i64 noundef %93, i32 noundef 1, i32 noundef 3, i32 noundef %94, i64 noundef 8192)
+  br label %131
+
+95:
+  %96 = load ptr, ptr %5, align 8
+  %97 = load i64, ptr %10, align 8
+  %98 = load i64, ptr %7, align 8
+  %99 = load i64, ptr %8, align 8
   %100 = load i32, ptr %6, align 4
-  %101 = call i32 @tile_rows(i32 noundef %100)
-  %102 = icmp slt i32 1, %101
-  br i1 %102, label %103, label %111
+  call void @over_outputs(ptr noundef %96, i64 noundef %97, i64 noundef %98, i64 noundef %99, i32 noundef 2, i32 noundef 3, i32 noundef %100, i64 noundef 8192)
+  br label %131
 
-103:
-  %104 = load ptr, ptr %5, align 8
-  %105 = load i64, ptr %10, align 8
-  %106 = load i64, ptr %7, align 8
-  %107 = load i64, ptr %8, align 8
-  %108 = load i32, ptr %6, align 4
-  %109 = call i32 @tile_outputs(i32 noundef %108)
-  %110 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %104, i64 noundef %105, i64 noundef %106, i64 noundef %107, i32 noundef 1, i32 noundef %109, i32 noundef %110, i64 noundef 8192)
-  br label %111
+101:
+  %102 = load ptr, ptr %5, align 8
+  %103 = load i64, ptr %10, align 8
+  %104 = load i64, ptr %7, align 8
+  %105 = load i64, ptr %8, align 8
+  %106 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %102, i64 noundef %103, i64 noundef %104, i64 noundef %105, i32 noundef 3, i32 noundef 3, i32 noundef %106, i64 noundef 8192)
+  br label %131
 
-111:
-  br label %190
+107:
+  %108 = load ptr, ptr %5, align 8
+  %109 = load i64, ptr %10, align 8
+  %110 = load i64, ptr %7, align 8
+  %111 = load i64, ptr %8, align 8
+  %112 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %108, i64 noundef %109, i64 noundef %110, i64 noundef %111, i32 noundef 4, i32 noundef 3, i32 noundef %112, i64 noundef 8192)
+  br label %131
 
-112:
-  %113 = load i32, ptr %6, align 4
-  %114 = call i32 @tile_rows(i32 noundef %113)
-  %115 = icmp slt i32 2, %114
-  br i1 %115, label %116, label %124
+113:
+  %114 = load ptr, ptr %5, align 8
+  %115 = load i64, ptr %10, align 8
+  %116 = load i64, ptr %7, align 8
+  %117 = load i64, ptr %8, align 8
+  %118 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %114, i64 noundef %115, i64 noundef %116, i64 noundef %117, i32 noundef 5, i32 noundef 3, i32 noundef %118, i64 noundef 8192)
+  br label %131
 
-116:
-  %117 = load ptr, ptr %5, align 8
-  %118 = load i64, ptr %10, align 8
-  %119 = load i64, ptr %7, align 8
-  %120 = load i64, ptr %8, align 8
-  %121 = load i32, ptr %6, align 4
-  %122 = call i32 @tile_outputs(i32 noundef %121)
-  %123 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %117, i64 noundef %118, i64 noundef %119, i64 noundef %120, i32 noundef 2, i32 noundef %122, i32 noundef %123, i64 noundef 8192)
-  br label %124
-
-124:
-  br label %190
+119:
+  %120 = load ptr, ptr %5, align 8
+  %121 = load i64, ptr %10, align 8
+  %122 = load i64, ptr %7, align 8
+  %123 = load i64, ptr %8, align 8
+  %124 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %120, i64 noundef %121, i64 noundef %122, i64 noundef %123, i32 noundef 6, i32 noundef 3, i32 noundef %124, i64 noundef 8192)
+  br label %131
 
 125:
-  %126 = load i32, ptr %6, align 4
-  %127 = call i32 @tile_rows(i32 noundef %126)
-  %128 = icmp slt i32 3, %127
-  br i1 %128, label %129, label %137
+  %126 = load ptr, ptr %5, align 8
+  %127 = load i64, ptr %10, align 8
+  %128 = load i64, ptr %7, align 8
+  %129 = load i64, ptr %8, align 8
+  %130 = load i32, ptr %6, align 4
+  call void @over_outputs(ptr noundef %126, i64 noundef %127, i64 noundef %128, i64 noundef %129, i32 noundef 7, i32 noundef 3, i32 noundef %130, i64 noundef 8192)
+  br label %131
 
-129:
-  %130 = load ptr, ptr %5, align 8
-  %131 = load i64, ptr %10, align 8
-  %132 = load i64, ptr %7, align 8
-  %133 = load i64, ptr %8, align 8
-  %134 = load i32, ptr %6, align 4
-  %135 = call i32 @tile_outputs(i32 noundef %134)
-  %136 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %130, i64 noundef %131, i64 noundef %132, i64 noundef %133, i32 noundef 3, i32 noundef %135, i32 noundef %136, i64 noundef 8192)
-  br label %137
-
-137:
-  br label %190
-
-138:
-  %139 = load i32, ptr %6, align 4
-  %140 = call i32 @tile_rows(i32 noundef %139)
-  %141 = icmp slt i32 4, %140
-  br i1 %141, label %142, label %150
-
-142:
-  %143 = load ptr, ptr %5, align 8
-  %144 = load i64, ptr %10, align 8
-  %145 = load i64, ptr %7, align 8
-  %146 = load i64, ptr %8, align 8
-  %147 = load i32, ptr %6, align 4
-  %148 = call i32 @tile_outputs(i32 noundef %147)
-  %149 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %143, i64 noundef %144, i64 noundef %145, i64 noundef %146, i32 noundef 4, i32 noundef %148, i32 noundef %149, i64 noundef 8192)
-  br label %150
-
-150:
-  br label %190
-
-151:
-  %152 = load i32, ptr %6, align 4
-  %153 = call i32 @tile_rows(i32 noundef %152)
-  %154 = icmp slt i32 5, %153
-  br i1 %154, label %155, label %163
-
-155:
-  %156 = load ptr, ptr %5, align 8
-  %157 = load i64, ptr %10, align 8
-  %158 = load i64, ptr %7, align 8
-  %159 = load i64, ptr %8, align 8
-  %160 = load i32, ptr %6, align 4
-  %161 = call i32 @tile_outputs(i32 noundef %160)
-  %162 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %156, i64 noundef %157, i64 noundef %158, i64 noundef %159, i32 noundef 5, i32 noundef %161, i32 noundef %162, i64 noundef 8192)
-  br label %163
-
-163:
-  br label %190
-
-164:
-  %165 = load i32, ptr %6, align 4
-  %166 = call i32 @tile_rows(i32 noundef %165)
-  %167 = icmp slt i32 6, %166
-  br i1 %167, label %168, label %176
-
-168:
-  %169 = load ptr, ptr %5, align 8
-  %170 = load i64, ptr %10, align 8
-  %171 = load i64, ptr %7, align 8
-  %172 = load i64, ptr %8, align 8
-  %173 = load i32, ptr %6, align 4
-  %174 = call i32 @tile_outputs(i32 noundef %173)
-  %175 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %169, i64 noundef %170, i64 noundef %171, i64 noundef %172, i32 noundef 6, i32 noundef %174, i32 noundef %175, i64 noundef 8192)
-  br label %176
-
-176:
-  br label %190
-
-177:
-  %178 = load i32, ptr %6, align 4
-  %179 = call i32 @tile_rows(i32 noundef %178)
-  %180 = icmp slt i32 7, %179
-  br i1 %180, label %181, label %189
-
-181:
-  %182 = load ptr, ptr %5, align 8
-  %183 = load i64, ptr %10, align 8
-  %184 = load i64, ptr %7, align 8
-  %185 = load i64, ptr %8, align 8
-  %186 = load i32, ptr %6, align 4
-  %187 = call i32 @tile_outputs(i32 noundef %186)
-  %188 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %182, i64 noundef %183, i64 noundef %184, i64 noundef %185, i32 noundef 7, i32 noundef %187, i32 noundef %188, i64 noundef 8192)
-  br label %189
-
-189:
-  br label %190
-
-190:
+131:
   store i32 0, ptr %9, align 4
-  br label %191
+  br label %132
 
-191:
-  %192 = load i32, ptr %9, align 4
-  switch i32 %192, label %194 [
-    i32 0, label %193
-    i32 1, label %193
+132:
+  %133 = load i32, ptr %9, align 4
+  switch i32 %133, label %135 [
+    i32 0, label %134
+    i32 1, label %134
   ]
 
-193:
+134:
   ret void
 
-194:
+135:
   unreachable
 }
 
@@ -1943,26 +1837,6 @@ define internal i32 @thin_outputs(i32 noundef %0, i32 noundef %1) #1 {
   %12 = zext i1 %11 to i64
   %13 = select i1 %11, i32 4, i32 1
   ret i32 %13
-}
-
-define internal i32 @tile_rows(i32 noundef %0) #1 {
-  %2 = alloca i32, align 4
-  store i32 %0, ptr %2, align 4
-  %3 = load i32, ptr %2, align 4
-  %4 = icmp eq i32 %3, 3
-  %5 = zext i1 %4 to i64
-  %6 = select i1 %4, i32 4, i32 8
-  ret i32 %6
-}
-
-define internal i32 @tile_outputs(i32 noundef %0) #1 {
-  %2 = alloca i32, align 4
-  store i32 %0, ptr %2, align 4
-  %3 = load i32, ptr %2, align 4
-  %4 = icmp eq i32 %3, 3
-  %5 = zext i1 %4 to i64
-  %6 = select i1 %4, i32 6, i32 3
-  ret i32 %6
 }
 
 define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7, i64 noundef %8) #10 {

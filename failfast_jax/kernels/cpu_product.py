@@ -33,7 +33,7 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
 
     Args:
       rows: float32.
-      weight: float32, bfloat16, float16 or int8.
+      weight: float32, bfloat16 or float16.
 
     Raises:
       ValueError: the kernel would read or write outside its arrays.
@@ -49,7 +49,5 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
 @product.defjvp
 def _product_jvp(arguments: tuple[Array, Array], changes: tuple[Array, Array]) -> tuple[Array, Array]:
     (rows, weight), (of_rows, of_weight) = arguments, changes
-    change = of_rows @ weight.T.astype(of_rows.dtype)
-    if jnp.issubdtype(weight.dtype, jnp.floating):  # integers do not change
-        change += rows @ of_weight.T.astype(rows.dtype)
+    change = of_rows @ weight.T.astype(of_rows.dtype) + rows @ of_weight.T.astype(rows.dtype)
     return product(rows, weight), change

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
+
+from failfast_jax.kernels.blocks import BlockMatrix, has_one_scale, widened
 
 
 def product(
-    x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
+    x: Float[Array, "*R I"], weight: Float[Array, "O I"] | BlockMatrix, preferred: DTypeLike | None = None
 ) -> Float[Array, "*R O"]:
     """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
 
@@ -24,8 +26,10 @@ def product(
     itself: inside a `shard_map` only, or on one device.
 
     Args:
-      weight: floats of any type, or int8.
+      weight: floats of any type, or a matrix in blocks, whose leading axes are outputs, too.
     """
+    if isinstance(weight, BlockMatrix):
+        return _block_product(x, weight, preferred)
     plain = functools.partial(xla_product, preferred=preferred)
     width = x.shape[-2] if x.ndim > 1 else 1
     if (cpu_product := _serving("product", width=width, outputs=weight.shape[0], dtype=weight.dtype)) is None:
@@ -40,18 +44,33 @@ def product(
     return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
 
 
+def _block_product(x: Float[Array, "*R I"], weight: BlockMatrix, preferred: DTypeLike | None) -> Float[Array, "*R O"]:
+    if not weight.is_tiled:
+        return xla_product(x, weight, preferred)
+    from failfast_jax.kernels import cpu_blocks
+
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
+    return cpu_blocks.product(rows, weight).astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
+
+
 def xla_product(
-    x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
+    x: Float[Array, "*R I"], weight: Float[Array, "O I"] | BlockMatrix, preferred: DTypeLike | None = None
 ) -> Float[Array, "*R O"]:
     """`product` by XLA, on every device and over any number of them.
 
-    Every int8 is exact in the narrowest dtype, and its conversion fuses into the product (but on CPU): what is read
-    from memory is int8. As for narrower floats, see `kept_dtype`.
+    Blocks become numbers inside the product (but on CPU): what is read from memory are codes. As for narrower floats,
+    see `kept_dtype`.
     """
-    sums = jnp.float32 if weight.dtype == jnp.int8 else preferred
-    weight = weight.astype(x.dtype)
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=sums).astype(preferred or x.dtype)
+    scale = None
+    if isinstance(weight, BlockMatrix):
+        if has_one_scale(weight):  # which multiplies sums: what the product reads are integers, exact in any dtype
+            weight, scale = weight.codes.astype(x.dtype), weight.scale.reshape(-1)
+        else:
+            weight = widened(weight, x.dtype)
+    weight = weight.reshape(-1, weight.shape[-1]).astype(x.dtype)
+    sums = preferred if scale is None else jnp.float32
+    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=sums)
+    return (y if scale is None else y * scale).astype(preferred or x.dtype)
 
 
 def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:

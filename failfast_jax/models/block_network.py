@@ -29,6 +29,7 @@ from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads, write_windows
 from failfast_jax.kernels.row_operations import product, xla_product
+from failfast_jax.models import quantization
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, FeatureModel, FeatureNetwork, Kind
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
@@ -368,7 +369,4 @@ def bind(network: DSpark, target: Decoder, draft_ids: np.ndarray | None = None) 
     if draft_ids is None:
         return DSparkModel(network, target.embed[...], target.head_weight)
     ids = np.asarray(draft_ids, np.int32)
-    return DSparkModel(network, target.embed[...], _rows(target.head_weight, ids), jax.device_put(ids))
-
-
-_rows = jax.jit(lambda weight, ids: weight[ids])
+    return DSparkModel(network, target.embed[...], quantization.chosen(target.head_weight, ids), jax.device_put(ids))

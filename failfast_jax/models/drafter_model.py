@@ -107,11 +107,11 @@ class FeatureModel:
         network, ids = jax.tree.map(lambda x: put(x, NamedSharding(mesh, P())), (network, self.draft_ids))
         return self.replace(network=network, draft_ids=ids, **jax.tree.map(spread_rows, large))
 
-    def quantized(self, scheme: str = "int8") -> FeatureModel:
+    def quantized(self, scheme: str = "int8", activations: str | None = None) -> FeatureModel:
         """With the matrices of its network quantised, not those that it may share with its target.
 
         Raises:
           OptionError: see `quantization.check`.
         """
         quantization.check(scheme)
-        return self.replace(network=quantization.with_rounded_matrices(self.network))
+        return self.replace(network=quantization.with_rounded_matrices(self.network, scheme, activations))

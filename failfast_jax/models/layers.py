@@ -20,21 +20,21 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put, total, whole
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`. `weight` is `[..., in]`; leading axes are one flattened output axis.
+    """`x @ weight.T + bias`.
 
-    `scale` is None, or `[..., 1]` in float32: each output's factor, of a quantised weight (`quantization`).
+    `weight` is `[..., in]`, an array or a `BlockMatrix`; leading axes are one flattened output axis.
     """
 
     def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         scale = in_size**-0.5
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (*out_shape, in_size), dtype) * scale)
-        self.scale = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
     def __call__(
@@ -52,11 +52,12 @@ class Linear(nnx.Module):
           over: mesh axis over which the inputs are spread, inside a `shard_map`.
           outputs: slice of the last output axis that is computed.
         """
-        weight, scale, bias = (None if p is None else p[...] for p in (self.weight, self.scale, self.bias))
-        weight = weight[..., outputs, :].reshape(-1, weight.shape[-1])
-        y = multiply(x, weight, preferred if scale is None else jnp.float32)
-        if scale is not None:  # only sums and scales are rounded
-            y = (y * scale[..., outputs, :].reshape(-1)).astype(preferred or x.dtype)
+        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
+        if isinstance(weight, BlockMatrix):
+            weight = weight.outputs(outputs)
+        else:
+            weight = weight[..., outputs, :].reshape(-1, weight.shape[-1])
+        y = multiply(x, weight, preferred)
         y = total(y, over)
         return y if bias is None else y + bias[..., outputs].reshape(-1)
 

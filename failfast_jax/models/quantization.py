@@ -1,108 +1,137 @@
-"""Weight-only quantisation: the matrices of a model in fewer bits, one scale for each output; qwix rounds them.
+"""Rounding of a model's matrices to blocks of 8 or 4 bits (`kernels.blocks`), and their layout on this machine.
 
-Activations, embeddings and norms stay in the model's dtype, and so does the arithmetic: what a decode pass must read
-from memory becomes half of bfloat16. Integers become floats inside the product.
+Norms and biases stay in the model's dtype, and so does all arithmetic but that of products.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
+from failfast_jax.kernels import blocks
+from failfast_jax.kernels.blocks import INPUTS, BlockMatrix
 from failfast_jax.models.layers import Linear
-from failfast_jax.models.model_config import ModelConfig
+from failfast_jax.models.sharding import whole
 
-SCHEMES = ("int8",)
-"""`int8`: symmetric, rounded to the nearest of 256 levels, a float32 scale for each output."""
+GROUP = 128
+SCHEMES = {"int8": 8, "int4": 4}
+"""Bits by scheme: symmetric 8 bits; 4 bits with a minimum beside the scale. On a CPU with the kernel each 32 inputs
+have a scale; elsewhere, where XLA multiplies, 8 bits have one for an output, and 4 bits one for `GROUP` inputs."""
 
 
 def check(scheme: str | None, flag: str = "--quantize") -> None:
-    """Raises OptionError: an unknown scheme, or one whose library is not installed."""
-    if scheme is None:
-        return
-    if scheme not in SCHEMES:
+    """Raises OptionError: an unknown scheme."""
+    if scheme is not None and scheme not in SCHEMES:
         raise OptionError(f"{flag} {scheme}: must be one of {', '.join(SCHEMES)}")
-    if importlib.util.find_spec("qwix") is None:
-        raise OptionError(f'{flag} {scheme}: needs qwix, which is not installed: pip install -e ".[quant]"')
 
 
-def rounded(
-    weight: Float[Array, "*O I"] | jax.ShapeDtypeStruct,
-) -> tuple[Int8[Array, "*O I"], Float[Array, "*O 1"]] | tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """A weight in int8 and its scales, spread as the weight is; abstract if the weight is.
+def refusal(activations: str | None) -> str | None:
+    """Returns why an arithmetic cannot be had on this machine, or None."""
+    from failfast_jax.kernels import cpu_blocks  # brings LLVM
 
-    Returns once they are there: devices exchange maxima, and two exchanges at once can lock each other out.
-    """
-    if isinstance(weight, jax.ShapeDtypeStruct):
-        places = _places(weight.sharding, weight.ndim)
-        shapes = jax.eval_shape(_round, weight)
-        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in zip(shapes, places))
-    return jax.block_until_ready(rounder(weight.sharding, weight.ndim)(weight))
+    if activations != "int8":
+        return None
+    return "for CPUs only" if jax.default_backend() != "cpu" else cpu_blocks.supports(inputs=INPUTS)
 
 
-def converter(config: ModelConfig) -> Callable[[str, jax.Array], dict[str, jax.Array]]:
-    """For `checkpoints.checkpoint`: what is kept, by name, of a decoder's parameter that has just been read."""
+def converter(scheme: str) -> Callable[[str, jax.Array | BlockMatrix], jax.Array | BlockMatrix]:
+    """For `checkpoints.checkpoint`: what is kept of a decoder's parameter that has just been read, by its name."""
 
-    def convert(name: str, value: jax.Array) -> dict[str, jax.Array]:
-        if name == "embed" and config.tie_embeddings:
-            weight, scale = rounded(value)
-            return {"embed": value, "head.weight": weight, "head.scale": scale}
-        # Norms are the only other weights, and vectors.
-        if not name.endswith(".weight") or value.ndim == 1:
-            return {name: value}
-        weight, scale = rounded(value)
-        return {name: weight, name.removesuffix("weight") + "scale": scale}
+    def convert(name: str, value: jax.Array | BlockMatrix) -> jax.Array | BlockMatrix:
+        is_matrix = name in ("embed", "head.weight") or (name.endswith(".weight") and value.ndim > 1)
+        return rounded(value, scheme) if is_matrix else value
 
     return convert
+
+
+def rounded(weight: Any, scheme: str, activations: str | None = None) -> Any:
+    """A matrix in blocks; as it is where it is so already, or where its inputs do not divide into blocks.
+
+    Returns once it is there: devices exchange maxima, and two exchanges at once can lock each other out.
+
+    Args:
+      weight: an array, or an abstract one, which is meant for a device without the CPU's kernel.
+      activations: see `laid_out`.
+    """
+    if isinstance(weight, BlockMatrix):
+        return weight
+    bits, inputs, abstract = SCHEMES[scheme], weight.shape[-1], isinstance(weight, jax.ShapeDtypeStruct)
+    if not abstract and len(weight.devices()) == 1 and _has_kernel(inputs):
+        return laid_out(jax.block_until_ready(rounder(weight, bits, INPUTS)[0](weight)), activations)
+    group = inputs if bits == 8 else GROUP if inputs % GROUP == 0 else INPUTS
+    if inputs % group:
+        return weight
+    rounds, placed = rounder(weight, bits, group)
+    return placed if abstract else jax.block_until_ready(rounds(weight))
+
+
+def rounder(weight: Any, bits: int, group: int) -> tuple[Callable[[jax.Array], BlockMatrix], BlockMatrix]:
+    """The compiled rounding of matrices of a shape and place, and its result's shapes and places."""
+    function = functools.partial(blocks.rounded, bits=bits, group=group)
+    placed = jax.tree.map(functools.partial(_placed_like, weight.sharding), jax.eval_shape(function, weight))
+    return jax.jit(function, out_shardings=jax.tree.map(lambda part: part.sharding, placed)), placed
+
+
+def _placed_like(place: Any, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """An abstract part of a matrix that is spread as its numbers were; the one scale of an output by outputs alone."""
+    if isinstance(place, NamedSharding):
+        spec = (*place.spec, *[None] * (part.ndim - len(place.spec)))
+        place = NamedSharding(place.mesh, P(*spec[:-1], spec[-1] if part.shape[-1] > 1 else None))
+    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=place)
+
+
+def _has_kernel(inputs: int) -> bool:
+    from failfast_jax.kernels import cpu_blocks  # brings LLVM
+
+    return jax.default_backend() == "cpu" and cpu_blocks.supports(inputs=inputs) is None
+
+
+def with_rounded_matrices(module: Any, scheme: str, activations: str | None = None) -> Any:
+    """A module with the weight of every `Linear` in it rounded; arrays, or abstract ones."""
+
+    def change(node: Any) -> Any:
+        if not isinstance(node, Linear):
+            return node
+        node = copy.copy(node)
+        node.weight = node.weight.replace(rounded(node.weight.get_value(), scheme, activations))
+        return node
+
+    return jax.tree.map(change, module, is_leaf=lambda node: isinstance(node, Linear))
+
+
+def chosen(matrix: Float[Array, "O I"] | BlockMatrix, rows: np.ndarray) -> Float[Array, "R I"] | BlockMatrix:
+    """Some rows of a matrix, in the same form."""
+    if isinstance(matrix, BlockMatrix):
+        return laid_out(matrix.chosen(rows), matrix.activations)
+    return _take(whole(matrix), rows)
+
+
+_take = jax.jit(lambda matrix, rows: matrix[rows])
+
+
+def laid_out(matrix: BlockMatrix, activations: str | None = None) -> BlockMatrix:
+    """A matrix as one CPU computes with it: in tiles, where its kernel takes them.
+
+    Args:
+      activations: one of `cpu_blocks.ACTIVATIONS`; None: int8 where the kernel serves it.
+    """
+    if matrix.is_tiled:
+        return matrix
+    if not _has_kernel(matrix.shape[-1]):
+        return matrix.with_arrays(jax.device_put)
+    host = matrix.with_arrays(np.asarray, activations=activations or "int8")
+    return blocks.tiled(host).with_arrays(jax.device_put)
 
 
 def parameter_bytes(model: Any) -> int:
     """Bytes of all parameters, however many devices hold them."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
-
-
-def _round(weight):
-    import qwix
-
-    # From bfloat16 the quotients themselves would be rounded: to halves above 64.
-    quantized = qwix.quantize(weight.astype(jnp.float32), jnp.int8, channelwise_axes=range(weight.ndim - 1))
-    return quantized.qvalue, quantized.scale
-
-
-@functools.cache
-def rounder(place: jax.sharding.Sharding, ndim: int) -> Callable:
-    """The compiled rounding of a weight of `ndim` axes that lies at `place`."""
-    return jax.jit(_round, out_shardings=_places(place, ndim))
-
-
-def _places(place: jax.sharding.Sharding | None, ndim: int) -> tuple[Any, Any]:
-    """Shardings of integers and scales: the weight's, except for its inputs."""
-    if not isinstance(place, NamedSharding):
-        return place, place
-    spec = (*place.spec, *[None] * (ndim - len(place.spec)))
-    return place, NamedSharding(place.mesh, P(*spec[:-1], None))
-
-
-def with_rounded_matrices(module: Any) -> Any:
-    """A module with the weight of every `Linear` in it rounded; arrays, or abstract ones."""
-
-    def with_rounded(node: Any) -> Any:
-        if not isinstance(node, Linear) or node.scale is not None:
-            return node
-        node = copy.copy(node)
-        weight, scale = rounded(node.weight.get_value())
-        node.weight, node.scale = node.weight.replace(weight), nnx.Param(scale)
-        return node
-
-    return jax.tree.map(with_rounded, module, is_leaf=lambda node: isinstance(node, Linear))

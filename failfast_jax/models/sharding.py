@@ -106,13 +106,12 @@ DATA, TENSOR = "data", "tensor"
 """Mesh axes: of the batch, and of everything else."""
 
 LOGICAL_AXES = (
-    (r"(embed|head\.(weight|scale))$", ("vocab",)),
+    (r"(embed|head\.weight)\b", ("vocab",)),
     (r"attention\.qkv\.", ("heads",)),
-    (r"attention\.o\.weight$", (None, "heads")),
+    (r"attention\.o\.weight\b", (None, "heads")),
     (r"mlp\.gate_up\.", (None, "mlp")),
-    (r"mlp\.down\.weight$", (None, "mlp")),
-    (r"(attention\.o|mlp\.down)\.scale$", ()),
-    (r".*(norm|bias).*", ()),
+    (r"mlp\.down\.weight\b", (None, "mlp")),
+    (r".*(norm|bias|mask_row).*", ()),
 )
 """Names of parameters, and the logical axis of each of their first dimensions: fields of `Execution`."""
 
@@ -129,7 +128,13 @@ def parameter_specs(module: Any, execution: Execution) -> Any:
     """`module` with a `PartitionSpec` in the place of each parameter; None on one device."""
     if execution.mesh is None:
         return None
-    return jax.tree_util.tree_map_with_path(lambda path, _: parameter_spec(name_of(path), execution), module)
+
+    def spec(path: Sequence[Any], leaf: Any) -> P:
+        axes = parameter_spec(name_of(path), execution)
+        # The one scale of an output whose inputs are spread is on every device.
+        return P(*(axis if size > 1 else None for axis, size in zip(axes, leaf.shape)))
+
+    return jax.tree_util.tree_map_with_path(spec, module)
 
 
 def name_of(path: Sequence[Any]) -> str:

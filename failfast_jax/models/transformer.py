@@ -22,6 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.attention_window import LayerCache, RowGroups, TreeMask, Window
+from failfast_jax.kernels.blocks import BlockMatrix, numbers, untiled
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import dense_attention, rotated_heads
 from failfast_jax.kernels.row_operations import product, xla_product
@@ -53,8 +54,9 @@ class Decoder(nnx.Module):
       config: its sizes and rules.
       execution: attention kernel and devices; replace it before anything is compiled.
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`. Like other matrices it may be in a narrower
-        dtype than the model: see `row_operations.kept_dtype`.
-      layers, norm, head: the other parts, in order; `head` is None when tied, unless it is quantised.
+        dtype than the model (`row_operations.kept_dtype`), or in blocks.
+      mask_row: `[E]`, the embedding of the mask if `embed` is in blocks and borrowed; else None.
+      layers, norm, head: the other parts, in order; `head` is None when tied.
     """
 
     max_block_draft, feature_layers = None, ()  # as a drafter: no trained limit, no target features
@@ -69,6 +71,7 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         make = functools.partial(Linear, (config.vocab_size,), config.hidden_size, bias=False, dtype=dtype)
         self.head = None if config.tie_embeddings else make(rngs=rngs)
+        self.mask_row = nnx.data(None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -76,12 +79,9 @@ class Decoder(nnx.Module):
         return self.norm.weight[...].dtype
 
     @property
-    def head_weight(self) -> Float[Array, "V E"]:
-        """The head's matrix; dequantised if it is quantised."""
-        if self.config.tie_embeddings:
-            return self.embed[...]
-        weight, scale = self.head.weight[...], self.head.scale
-        return weight if scale is None else _floats(weight, scale[...], self.dtype)
+    def head_weight(self) -> Float[Array, "V E"] | BlockMatrix:
+        """The head's matrix."""
+        return self.embed[...] if self.config.tie_embeddings else self.head.weight[...]
 
     # -- passes: `forward` over whole sequences; `window` does the same over a cache ----------------------
 
@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
             q, k, v = rotated_heads(heads, cos, sin)
             return dense_attention(q, k, v, block_size=self.config.block_size, length=length), None
 
-        x = self.embed[...][ids].astype(self.dtype)
+        x = self.embedded(ids)
         for layer in self.layers:
             x, _ = layer(x, attend_to_all)
         return self.logits_of(self.norm(x))
@@ -134,7 +134,11 @@ class Decoder(nnx.Module):
         """Returns input embeddings."""
         axis = self.execution.vocab
         if axis is None:
-            return self.embed[...][tokens].astype(self.dtype)
+            rows = self.embed[...][tokens].astype(self.dtype)
+            if self.mask_row is None:
+                return rows
+            is_mask = tokens == self.embed[...].shape[0] - 1
+            return jnp.where(is_mask[..., None], self.mask_row[...], rows)
 
         def look_up(embed, tokens):
             local = tokens - jax.lax.axis_index(axis) * embed.shape[0]
@@ -253,23 +257,17 @@ class Decoder(nnx.Module):
         place = functools.partial(NamedSharding, execution.mesh)
         return jax.tree_util.tree_map_with_path(lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs)
 
-    def quantized(self, scheme: str = "int8") -> Decoder:
-        """Returns the model with the weight of every `Linear` quantised; one that is already so stays as it is.
+    def quantized(self, scheme: str = "int8", activations: str | None = None) -> Decoder:
+        """Returns the model with its matrices in blocks; those that are so already stay as they are.
 
-        A model on a mesh is rounded where it lies: the devices only exchange the largest value of each output whose
-        inputs are spread. Where embedding and head are one matrix, the head becomes an int8 copy of it: a pass reads
-        all of the head but a few rows of the embedding, which need not lose bits to save time.
+        A model on a mesh is rounded where it lies.
 
         Raises:
           OptionError: see `quantization.check`.
         """
         quantization.check(scheme)
-        model = quantization.with_rounded_matrices(self)
-        if self.config.tie_embeddings and self.head is None:
-            make = functools.partial(Linear, bias=False, dtype=jnp.float32)
-            head = nnx.eval_shape(lambda: make((self.config.vocab_size,), self.config.hidden_size, rngs=nnx.Rngs(0)))
-            head.weight = head.weight.replace(self.embed.get_value())
-            model.head = nnx.data(quantization.with_rounded_matrices(head))
+        model = quantization.with_rounded_matrices(self, scheme, activations)
+        model.embed = model.embed.replace(quantization.rounded(model.embed.get_value(), scheme, activations))
         return model
 
     # -- as a drafter: see `drafter_model` --------------------------------------------------
@@ -317,11 +315,6 @@ def _layer_window(
     return execution.per_device(run, specs, (x_spec, cache_spec))(layer, x, cache, window)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _floats(weight: Array, scale: Array, dtype: DTypeLike) -> Array:
-    return (weight * scale).astype(dtype)
-
-
 @jax.jit
 def _forward(model: Decoder, ids: Int[Array, "B L"], length: Int[Array, ""]) -> Float[Array, "B L V"]:
     return model.forward(ids, length)
@@ -334,23 +327,23 @@ def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> 
       model: a model with a configuration of `ModelConfig.with_mask_row`; only its layers and final norm are used.
       mask: embedding of the mask token, which is never predicted.
     """
-    model = copy.copy(model)
-    embed = whole(target.embed[...]).astype(target.dtype)  # the mask may need all of its bits
-    model.embed = type(target.embed)(_with_row(embed, whole(mask)))
+    model, embed = copy.copy(model), target.embed[...]
+    if not isinstance(embed, BlockMatrix):
+        embed = embed.astype(target.dtype)  # the mask may need all of its bits
+    model.embed, model.mask_row = type(target.embed)(_with_row(embed, mask)), nnx.data(None)
+    if isinstance(target.embed[...], BlockMatrix):
+        model.mask_row = nnx.Param(whole(mask).astype(target.dtype))
     model.head = None
-    # A quantised head of a tied embedding is made again from the new one, if at all.
     if not target.config.tie_embeddings:
-        weight = whole(target.head_weight)
         # Made anew rather than copied: inside `jax.grad` a module of an outer trace may not be changed.
         model.head = nnx.merge(*nnx.split(target.head))
-        model.head.weight = type(target.head.weight)(_with_row(weight, jnp.zeros_like(weight[0])))
-        model.head.scale = None
+        model.head.weight = type(target.head.weight)(_with_row(target.head_weight, jnp.zeros_like(mask)))
     return model
 
 
 def mean_embedding(target: Decoder) -> Float[Array, " E"]:
     """Returns the mean embedding, float32: the mask vector of an untrained drafter."""
-    return _mean(target.embed[...])
+    return _mean(numbers(target.embed[...]))
 
 
 def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
@@ -364,4 +357,14 @@ def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
 
 
 _mean = jax.jit(lambda embed: jnp.mean(embed.astype(jnp.float32), axis=0))
-_with_row = jax.jit(lambda weight, row: jnp.concatenate([weight, row[None].astype(weight.dtype)]))
+
+
+def _with_row(weight: Float[Array, "V E"] | BlockMatrix, row: Float[Array, " E"]) -> Float[Array, "V1 E"] | BlockMatrix:
+    """A matrix and one more row; in blocks it is one of zeros."""
+    if isinstance(weight, BlockMatrix):
+        longer = untiled(weight).with_arrays(lambda part: jnp.concatenate([part, jnp.zeros_like(part[:1])]))
+        return quantization.laid_out(longer, weight.activations) if weight.is_tiled else longer
+    return _concatenated(whole(weight), whole(row))
+
+
+_concatenated = jax.jit(lambda weight, row: jnp.concatenate([weight, row[None].astype(weight.dtype)]))

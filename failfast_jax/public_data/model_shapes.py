@@ -120,7 +120,7 @@ def weights_read(model: Decoder) -> int:
 def device_reads(model: Decoder) -> Callable[[float], float]:
     """Returns the bytes that a pass has to read on one device of a decoder of shapes, by the live positions: every
     weight once, and the live cache."""
-    execution, itemsize = model.execution, model.embed.get_value().dtype.itemsize
+    execution, itemsize = model.execution, model.dtype.itemsize
     parts = execution.parts(execution.heads)
     weights = weights_read(model)
     return lambda live: weights + cache_bytes(model.config, live, itemsize) / parts
@@ -130,7 +130,7 @@ def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, executi
     """Returns a drafter of shapes that reads the hidden states of a target of shapes and borrows its embedding."""
     make = DSpark if isinstance(config, DSparkConfig) else Eagle
     embed = target.embed.get_value()
-    network = nnx.eval_shape(lambda: make(config, dtype=embed.dtype, rngs=nnx.Rngs(0)))
+    network = nnx.eval_shape(lambda: make(config, dtype=target.dtype, rngs=nnx.Rngs(0)))
     network.execution = execution
     if make is DSpark:
         return DSparkModel(network, embed, embed if target.head is None else target.head.weight.get_value())

@@ -30,6 +30,7 @@ from failfast_jax.models import sharding
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.cost_book import CostBook
 from failfast_jax.results import RowLog
+from failfast_jax.runtime.program_store import ProgramStore
 from failfast_jax.runtime.session import DiffusionSession, DraftSession, Progress, Request, Session, SessionSetup
 from failfast_jax.util.compilation import Executables
 
@@ -84,7 +85,7 @@ class Runtime:
         if max_seq_len is not None and not 2 <= max_seq_len <= context:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
-        self.programs, self.costs = programs or Executables(), CostBook(costs)
+        self.programs, self.costs = programs or Executables(store=ProgramStore()), CostBook(costs)
         self.widths = widths or DEFAULT_WIDTHS[self.platform]
         self._width_check = WidthCheck(target, self.widths)
 

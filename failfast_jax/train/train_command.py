@@ -104,7 +104,7 @@ def work(args: argparse.Namespace) -> None:
         report, done = processes.run_on_primary(finished), True
         if report is None:
             # From here on nothing is cheap: all that can be refused has been.
-            model, begun = load_model(source), processes.broadcast_from_primary(has_checkpoint(args.out))
+            model, begun = load_model(source, widen=True), processes.broadcast_from_primary(has_checkpoint(args.out))
             if start is not None:
                 objective = start.objective(config, spread)
             elif config.family in MASKED:

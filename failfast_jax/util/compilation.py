@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -167,10 +168,10 @@ class Executables:
       seconds: time that callers spent on lowering and on waiting for programs.
     """
 
-    def __init__(self, limit: int = 32) -> None:
+    def __init__(self, limit: int = 32, store: Any = None) -> None:
         self._programs: dict[Hashable, Compilation] = {}  # in order of last use
         self._pool = ThreadPoolExecutor(thread_name_prefix="compile")
-        self._limit = limit
+        self._limit, self._store = limit, store
         self._lock = threading.Lock()
         self.seconds = 0.0
 
@@ -193,9 +194,30 @@ class Executables:
         known = self._programs.pop(key, None)
         if known is None or (known.future.done() and known.future.exception() is not None):
             with numerics.defaults():
-                lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
-            shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-            future = self._pool.submit(lambda: lowered.compile(compiler_options=compiler_options(jax.devices()[0])))
-            known = Compilation(future, shapes, name_of(program.function), self)
+                # In this thread: those of the pool have settings of their own.
+                path = None if self._store is None else self._store.path(program)
+                known = self._stored(path, program) or self._compiling(path, program)
         self._programs[key] = known
         return known
+
+    def _stored(self, path: Path | None, program: Program) -> Compilation | None:
+        if path is None or (stored := self._store.read(path, program)) is None:
+            return None
+        executable, shapes = stored
+        future: Future = Future()
+        future.set_result(executable)
+        return Compilation(future, shapes, name_of(program.function), self)
+
+    def _compiling(self, path: Path | None, program: Program) -> Compilation:
+        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
+        shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
+
+        def compile_and_store() -> jax.stages.Compiled:
+            with count_compiles() as counts:
+                executable = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
+            # XLA does not write whole what it has read from JAX's cache itself.
+            if path is not None and not counts.cache_hits:
+                self._store.write(path, executable)
+            return executable
+
+        return Compilation(self._pool.submit(compile_and_store), shapes, name_of(program.function), self)

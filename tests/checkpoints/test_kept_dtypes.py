@@ -68,7 +68,6 @@ def test_an_eagle_drafter_answers_without_loss(tmp_path):
 
 
 def test_integers_of_both_are_the_same(tmp_path):
-    pytest.importorskip("qwix")
     narrow, wide = stored(tmp_path, "qwen2_untied", "bfloat16")
     np.testing.assert_array_equal(*(logits(folder, quantize="int8") for folder in (narrow, wide)))
 

@@ -19,7 +19,7 @@ from failfast_jax.models.layers import RMSNorm, unit_rms
 
 
 def weights(seed: int, outputs: int, inputs: int, dtype: str) -> jax.Array:
-    numbers = np.random.default_rng(seed).standard_normal((outputs, inputs)) * (30 if dtype == "int8" else 1)
+    numbers = np.random.default_rng(seed).standard_normal((outputs, inputs))
     return jnp.asarray(numbers, jnp.float32).astype(dtype)
 
 
@@ -72,14 +72,10 @@ def test_derivatives_are_those_of_a_product():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     change = jax.jvp(product, (x, w), (x, w))[1]
     np.testing.assert_allclose(change, 2 * xla_product(x, w), rtol=1e-5, atol=1e-5)
-    # Integers have no derivative.
-    w = weights(2, 30, 20, "int8")
-    grad = jax.grad(lambda x: product(x, w, jnp.float32).sum())(x)
-    np.testing.assert_allclose(grad, np.asarray(w, np.float32).sum(0)[None].repeat(3, 0), rtol=1e-5)
 
 
 def test_no_rows_have_no_products_and_types_are_those_of_rows():
-    w = weights(2, 30, 20, "int8")
+    w = weights(2, 30, 20, "bfloat16")
     assert product(jnp.ones((0, 4, 20)), w, jnp.float32).shape == (0, 4, 30)
     assert jax.jit(product)(jnp.ones((3, 20), jnp.bfloat16), w).dtype == jnp.bfloat16
 

@@ -1,0 +1,271 @@
+"""Matrices as quantised files store them: whole numbers of 4 or 8 bits, and scales for groups of inputs.
+
+A number is `scale * code + minimum`; where there is no minimum, codes of 4 bits count from 8 (15 stands for 7).
+llama.cpp's K-quants have scales on two levels: `scale` is then `outer_scale * scale`, and `minimum` alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+TILE, INPUTS = 16, 32
+"""Outputs and inputs of a tile; equal TILE and INPUTS in `cpu_kernels.c`."""
+ACTIVATIONS = ("int8", "float32")
+"""What rows are in a product of tiles: rounded to int8, or as they are."""
+ARRAYS = ("codes", "scale", "minimum", "outer_scale", "outer_minimum")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=list(ARRAYS),
+    meta_fields=["bits", "is_tiled", "padding", "activations"],
+)
+@dataclasses.dataclass(frozen=True)
+class BlockMatrix:
+    """A matrix `[*L, O, I]` in blocks. `matrix[...]` is itself, and `matrix[tokens]` rows of it as numbers.
+
+    Attributes:
+      codes: `[*L, O, I]` int8, or `[*L, O, I / 2]` uint8: input i of a group of 32 in the lower half of byte i, input
+        16 + i in the upper one.
+      scale: `[*L, O, I / group]` float16, or int8 if there is an `outer_scale`.
+      minimum: like `scale`, or None.
+      outer_scale, outer_minimum: `[*L, O, I / outer]` float16, or None.
+      bits: 4 or 8.
+      is_tiled: each array is in tiles for the CPU's kernel instead; see `tiled`.
+      padding: outputs of the last tile that are none.
+      activations: one of `ACTIVATIONS`, for products of tiles.
+    """
+
+    codes: Shaped[Array, "*L O C"]
+    scale: Shaped[Array, "*L O G"]
+    minimum: Shaped[Array, "*L O G"] | None = None
+    outer_scale: Float[Array, "*L O H"] | None = None
+    outer_minimum: Float[Array, "*L O H"] | None = None
+    bits: int = 8
+    is_tiled: bool = False
+    padding: int = 0
+    activations: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        if self.is_tiled:
+            *leading, tiles, groups, _ = self.codes.shape
+            return (*leading, tiles * TILE - self.padding, groups * INPUTS)
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def group(self) -> int:
+        """Inputs with one scale."""
+        return self.shape[-1] // self.scale.shape[-2 if self.is_tiled else -1]
+
+    def with_arrays(self, change: Callable[[Array], Array], **fields: Any) -> BlockMatrix:
+        """The matrix with every array changed, and other `fields`."""
+        return dataclasses.replace(jax.tree.map(change, self), **fields)
+
+    def __getitem__(self, rows: Int[Array, "*R"] | Any) -> BlockMatrix | Float[Array, "*R I"]:
+        """Rows of a matrix without leading axes, in float32."""
+        if rows is Ellipsis:
+            return self
+        return widened(self.chosen(rows))
+
+    def chosen(self, rows: Int[Array, "*R"]) -> BlockMatrix:
+        """The same rows in blocks, not in tiles."""
+        if not self.is_tiled:
+            return self.with_arrays(lambda part: part[rows])
+        tile, lane = rows // TILE, rows % TILE
+
+        def take(part: Array, places: int) -> Array:
+            # `places` bytes of each of the 16 outputs are neighbours.
+            part = part[tile].reshape(*rows.shape, -1, TILE, places)
+            part = jnp.take_along_axis(part, lane[..., None, None, None], axis=-2)
+            return part.reshape(*rows.shape, -1)
+
+        codes = take(self.codes, 4)
+        rest = {name: part if (part := getattr(self, name)) is None else take(part, 1) for name in ARRAYS[1:]}
+        return dataclasses.replace(self, codes=_as_codes(codes, self.bits), is_tiled=False, padding=0, **rest)
+
+    def outputs(self, part: slice) -> BlockMatrix:
+        """Some of the outputs."""
+        if part == slice(None):
+            return self
+        start, stop, _ = part.indices(self.shape[-2])
+        if self.is_tiled and stop == self.shape[-2] and start % TILE == 0:
+            return self.with_arrays(lambda array: array[..., start // TILE :, :, :])
+        return untiled(self).with_arrays(lambda array: array[..., part, :])
+
+
+def _as_codes(codes: Array, bits: int) -> Array:
+    """Codes from bytes, which are signed where they have 8 bits."""
+    if bits == 4:
+        return codes
+    return codes.view(np.int8) if isinstance(codes, np.ndarray) else jax.lax.bitcast_convert_type(codes, jnp.int8)
+
+
+def has_one_scale(blocks: BlockMatrix) -> bool:
+    """True if each output has a single scale, and no minimum."""
+    return not blocks.is_tiled and blocks.bits == 8 and blocks.scale.shape[-1] == 1 and blocks.minimum is None
+
+
+def tiled(blocks: BlockMatrix) -> BlockMatrix:
+    """The matrix in tiles of 16 outputs and 32 inputs, the last of them filled up with zeros; of numpy arrays.
+
+    Codes become `[*L, O / 16, I / 32, 16 * 16 or 32 * 16]`, all others `[*L, O / 16, groups, 16]`. Four bytes of an
+    output are neighbours: byte `64 * j + 4 * o + i` of a tile is byte `4 * j + i` of the 16 or 32 of output o.
+    """
+    padding = -blocks.shape[-2] % TILE
+
+    def tile(part: np.ndarray, places: int) -> np.ndarray:
+        part = np.pad(part, [(0, 0)] * (part.ndim - 2) + [(0, padding), (0, 0)])
+        part = part.reshape(*part.shape[:-2], -1, TILE, part.shape[-1] // places, places)
+        return np.ascontiguousarray(part.swapaxes(-2, -3))  # [*L, O / 16, *, 16, places]
+
+    codes = tile(np.asarray(blocks.codes).view(np.uint8), 4)
+    codes = codes.reshape(*codes.shape[:-3], -1, INPUTS * TILE * blocks.bits // 8)
+    rest = {
+        name: part if (part := getattr(blocks, name)) is None else tile(np.asarray(part), 1)[..., 0]
+        for name in ARRAYS[1:]
+    }
+    return dataclasses.replace(blocks, codes=codes, is_tiled=True, padding=padding, **rest)
+
+
+def untiled(blocks: BlockMatrix) -> BlockMatrix:
+    """The inverse of `tiled`, traceable."""
+    if not blocks.is_tiled:
+        return blocks
+    outputs = blocks.shape[-2]
+
+    def rows(part: Array, places: int) -> Array:
+        leading = blocks.codes.shape[:-2]
+        part = part.reshape(*leading, -1, TILE, places).swapaxes(-2, -3)
+        return part.reshape(*leading[:-1], leading[-1] * TILE, -1)[..., :outputs, :]
+
+    codes = _as_codes(rows(blocks.codes, 4), blocks.bits)
+    rest = {name: part if (part := getattr(blocks, name)) is None else rows(part, 1) for name in ARRAYS[1:]}
+    return dataclasses.replace(blocks, codes=codes, is_tiled=False, padding=0, **rest)
+
+
+def widened(blocks: BlockMatrix, dtype: DTypeLike = jnp.float32) -> Float[Array, "*L O I"]:
+    """The numbers that a matrix in blocks stands for, computed in float32."""
+    blocks = untiled(blocks)
+    codes = _codes(blocks, jnp)
+    scale, minimum = _levels(blocks.scale, blocks.outer_scale), _levels(blocks.minimum, blocks.outer_minimum)
+    grouped = codes.astype(jnp.float32).reshape(*scale.shape, -1) * scale[..., None]
+    if minimum is not None:
+        grouped = grouped + minimum[..., None]
+    return grouped.reshape(codes.shape).astype(dtype)
+
+
+def _codes(blocks: BlockMatrix, xp: Any) -> Array:
+    """Codes in int8 `[*L, O, I]`, of numpy or jax.numpy."""
+    if blocks.bits == 8:
+        return blocks.codes
+    pairs = blocks.codes.reshape(*blocks.codes.shape[:-1], -1, INPUTS // 2)
+    codes = xp.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(*blocks.codes.shape[:-1], -1).astype(xp.int8)
+    return codes - xp.int8(8) if blocks.minimum is None else codes
+
+
+def _arrays(blocks: BlockMatrix) -> dict[str, Array | None]:
+    return {name: getattr(blocks, name) for name in ARRAYS}
+
+
+def _levels(inner: Array | None, outer: Array | None) -> Array | None:
+    """Scales `[..., groups]` in float32, from one level or two."""
+    if inner is None or outer is None:
+        return inner if inner is None else inner.astype(jnp.float32)
+    repeated = jnp.repeat(outer.astype(jnp.float32), inner.shape[-1] // outer.shape[-1], axis=-1)
+    return repeated * inner.astype(jnp.float32)
+
+
+def numbers(matrix: Float[Array, "*S"] | BlockMatrix) -> Float[Array, "*S"]:
+    """A matrix as an array: widened, if it is in blocks."""
+    return widened(matrix) if isinstance(matrix, BlockMatrix) else matrix
+
+
+def same_form(matrices: list[BlockMatrix]) -> list[BlockMatrix]:
+    """The same matrices, of numpy's arrays, with codes, scales and groups of one kind: as they are, where they agree.
+
+    Otherwise codes become 8 bits, groups the shortest, and all have scales on two levels and a minimum.
+    """
+
+    def form(blocks: BlockMatrix) -> tuple:
+        inputs = blocks.shape[-1]
+        present = [part if part is None else (part.dtype, inputs / part.shape[-1]) for part in _arrays(blocks).values()]
+        return blocks.bits, *present
+
+    if len({form(blocks) for blocks in matrices}) == 1:
+        return matrices
+    inputs = matrices[0].shape[-1]
+    groups = inputs // min(blocks.group for blocks in matrices)
+    outer = max((blocks.scale if blocks.outer_scale is None else blocks.outer_scale).shape[-1] for blocks in matrices)
+    return [_general(blocks, groups, outer) for blocks in matrices]
+
+
+def _general(blocks: BlockMatrix, groups: int, outer: int) -> BlockMatrix:
+    codes = _codes(blocks, np)
+
+    def repeated(part: np.ndarray, count: int) -> np.ndarray:
+        return np.repeat(part, count // part.shape[-1], axis=-1)
+
+    def levels(inner: np.ndarray | None, above: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        if inner is None:
+            above = np.zeros((*codes.shape[:-1], 1), np.float16)
+        if above is None:
+            inner, above = None, inner
+        ones = np.ones((*codes.shape[:-1], 1), np.int8)
+        return repeated(ones if inner is None else inner, groups), repeated(above, outer)
+
+    scale, outer_scale = levels(blocks.scale, blocks.outer_scale)
+    minimum, outer_minimum = levels(blocks.minimum, blocks.outer_minimum)
+    return BlockMatrix(codes, scale, minimum, outer_scale, outer_minimum)
+
+
+def rounded(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> BlockMatrix:
+    """A matrix rounded to blocks: 8 bits with a scale, or 4 bits with a scale and a minimum; traceable.
+
+    Args:
+      group: inputs of a block; for 4 bits a multiple of 32.
+
+    Raises:
+      ValueError: the number of inputs is no multiple of `group`.
+    """
+    *outputs, inputs = weight.shape
+    if inputs % group:
+        raise ValueError(f"{inputs} inputs: blocks take multiples of {group}")
+    grouped = weight.astype(jnp.float32).reshape(*outputs, -1, group)
+    if bits == 8:
+        # A scale of a whole output multiplies its sum, in float32: see `row_operations.xla_product`.
+        scale = (jnp.abs(grouped).max(axis=-1) / 127).astype(jnp.float16 if group == INPUTS else jnp.float32)
+        codes = jnp.clip(jnp.round(_quotient(grouped, scale)), -127, 127).astype(jnp.int8)
+        return BlockMatrix(codes.reshape(weight.shape), scale)
+    minimum = grouped.min(axis=-1).astype(jnp.float16)
+    scale = ((grouped.max(axis=-1) - minimum.astype(jnp.float32)) / 15).astype(jnp.float16)
+    codes = jnp.clip(jnp.round(_quotient(grouped - minimum.astype(jnp.float32)[..., None], scale)), 0, 15)
+    codes = codes.astype(jnp.uint8).reshape(*outputs, -1, INPUTS)
+    codes = codes[..., : INPUTS // 2] | codes[..., INPUTS // 2 :] << 4
+    return BlockMatrix(codes.reshape(*outputs, -1), scale, minimum, bits=4)
+
+
+def _quotient(grouped: Array, scale: Array) -> Array:
+    scale = scale.astype(jnp.float32)[..., None]
+    return jnp.where(scale == 0, 0, grouped / jnp.where(scale == 0, 1, scale))
+
+
+def num_bytes(blocks: BlockMatrix) -> int:
+    """Bytes of all arrays."""
+    return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(blocks))

@@ -1,0 +1,57 @@
+"""Products of rows with a matrix in blocks, on CPU: no widened copy, and each code is read once for eight rows.
+
+Rows are rounded to int8 in blocks of 32, as llama.cpp does, and whole numbers are summed; or rows stay in float32, and
+weights are widened in registers. A row's bits do not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from failfast_jax.kernels import cpu_kernels
+from failfast_jax.kernels.blocks import TILE, BlockMatrix, widened
+
+
+def supports(*, inputs: int) -> str | None:
+    """Returns why `product` cannot serve a matrix of so many inputs, or None if it can."""
+    if cpu_kernels.integer_lanes() is None:
+        return "a processor without AVX2 or AVX-512 VNNI"
+    return f"{inputs} inputs: a multiple of 32" if inputs % 32 else None
+
+
+@jax.custom_jvp
+def product(rows: Float[Array, "R I"], blocks: BlockMatrix) -> Float[Array, "R O"]:
+    """`rows @ weight.T` in float32, by `blocks.activations`; leading axes of the matrix are outputs, too.
+
+    Args:
+      rows: float32.
+      blocks: in tiles.
+
+    Raises:
+      ValueError: the kernel would read outside its arrays.
+    """
+    if not blocks.is_tiled or rows.dtype != jnp.float32 or rows.shape[1:] != blocks.shape[-1:]:
+        raise ValueError(f"product of {rows.dtype}{list(rows.shape)} by blocks {list(blocks.shape)}: wants tiles")
+    *leading, outputs, inputs = blocks.shape
+    fine = "_fine" if blocks.activations == "int8" and blocks.group == 16 else ""
+    padded = outputs + blocks.padding
+    y = jax.ShapeDtypeStruct((rows.shape[0], math.prod(leading) * padded), jnp.float32)
+    room = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 44,), jnp.uint8)
+    empty = np.zeros((0, 1, TILE), np.float16)
+    flat = blocks.with_arrays(lambda part: part.reshape(-1, *part.shape[-2:]))
+    parts = [empty if part is None else part for part in (flat.minimum, flat.outer_scale, flat.outer_minimum)]
+    call = cpu_kernels.call(f"blocks_{blocks.bits}{fine}_{blocks.activations}", y, room)
+    result = call(rows, flat.codes, flat.scale, *parts)[0]
+    return result.reshape(-1, *leading, padded)[..., :outputs].reshape(rows.shape[0], -1)
+
+
+@product.defjvp
+def _product_jvp(arguments: tuple[Array, BlockMatrix], changes: tuple[Array, BlockMatrix]) -> tuple[Array, Array]:
+    (rows, blocks), (of_rows, _) = arguments, changes  # the matrix does not change
+    weight = widened(blocks)
+    return product(rows, blocks), of_rows @ weight.reshape(-1, weight.shape[-1]).T

@@ -49,8 +49,8 @@ class BlockMatrix:
     codes: Shaped[Array, "*L O C"]
     scale: Shaped[Array, "*L O G"]
     minimum: Shaped[Array, "*L O G"] | None = None
-    outer_scale: Float[Array, "*L O H"] | None = None
-    outer_minimum: Float[Array, "*L O H"] | None = None
+    outer_scale: Float[Array, "*L P H"] | None = None
+    outer_minimum: Float[Array, "*L P H"] | None = None
     bits: int = 8
     is_tiled: bool = False
     padding: int = 0

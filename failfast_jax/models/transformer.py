@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of activations and caches."""
-        return self.norm.weight[...].dtype
+        return self.norm.weight.get_value().dtype
 
     @property
     def head_weight(self) -> Float[Array, "V E"] | BlockMatrix:

@@ -20,6 +20,7 @@ import numpy as np
 from failfast_jax.checkpoints import orbax_folder, parameter_map, safetensors_file
 from failfast_jax.checkpoints.config_file import read_settings
 from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.checkpoints.packed_matrices import packed_matrices
 from failfast_jax.checkpoints.parameter_map import AbstractModule, ParameterPart, StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError
 from failfast_jax.kernels import row_operations
@@ -243,7 +244,7 @@ class Checkpoint:
             for name, blocks in _prefetched(assemble, wanted):
                 place = wanted[name].sharding
                 if isinstance(blocks, BlockMatrix):
-                    yield name, blocks.with_arrays(functools.partial(sharding.put, place=place))
+                    yield name, blocks.with_arrays(functools.partial(sharding.put_part, place=place))
                 else:
                     # Waiting keeps host copies from piling up before a slow link to the device.
                     yield name, jax.block_until_ready(sharding.from_blocks(blocks, place, wanted[name].shape))
@@ -271,7 +272,7 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] 
         return _open_file(path)
     if path.name.endswith(orbax_folder.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
-    raw, config = read_settings(path, raw)
+    raw, config, packing = read_settings(path, raw)
     if (written := raw.get(orbax_folder.FORMAT_KEY)) is not None:
         if written != orbax_folder.FORMAT:
             read = orbax_folder.FORMAT
@@ -279,7 +280,11 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] 
                 f"{path}: converted to format {written!r}, and this version reads {read}; convert the model again"
             )
         return Checkpoint(path, config, raw, None, orbax_folder.stored_params(path))
-    tensors = safetensors_file.as_saved(safetensors_file.folder_tensors(path), path)
+    integers = {} if packing is None else safetensors_file.INTEGERS
+    tensors = safetensors_file.folder_tensors(path, safetensors_file.DTYPES | integers)
+    tensors = safetensors_file.as_saved(tensors, path)
+    if packing is not None:
+        tensors = packed_matrices(tensors, packing)
     if config.tie_embeddings and (head := tensors.get(safetensors_file.HEAD)) is not None:
         # As in transformers 5: a stored head overrides `tie_word_embeddings`; a head without a stored embedding serves
         # as both.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints import orbax_folder
+from failfast_jax.checkpoints.packed_matrices import Packing, read_packing
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
 from failfast_jax.models.model_config import (
@@ -59,21 +60,26 @@ def check_settings(folder: Path) -> None:
         read_settings(folder, raw or None)
 
 
-def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict[str, Any], ModelConfig]:
+def read_settings(
+    folder: Path, raw: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], ModelConfig, Packing | None]:
     """Reads a model's `config.json` (`raw`, where that has been done), with the block's size of a diffusion model.
+
+    Settings of quantised weights are returned apart.
 
     Stop tokens are those of `config.json` and `generation_config.json` together (some models list
     their end-of-turn token only in the second); of the latter nothing else counts.
 
     Raises:
-      CheckpointError: there is none, or the weights are quantised.
+      CheckpointError: there is none, or the weights are quantised in a way that is not read.
       ConfigError: a file is not valid JSON or the configuration cannot be served.
     """
     where, generation_file = folder / "config.json", folder / "generation_config.json"
     if not is_regular_file(where):
         raise CheckpointError(f"{folder}: no config.json; {_missing_config(folder)}")
     raw = read_json(where) if raw is None else raw
-    config_keys.check_not_quantised(raw, where)
+    packing = read_packing(raw, where)
+    raw = {key: value for key, value in raw.items() if key not in config_keys.QUANTISED}
     generation = read_json(generation_file) if generation_file.is_file() else {}
     raw = _with_block_size(raw, generation, folder)
     config = config_keys.read_model(raw, str(where))
@@ -81,13 +87,13 @@ def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict
     stops = config.eos_token_ids + config_keys.token_ids(generation, "eos_token_id", generation_file)
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
     if not config.is_diffusion:
-        return raw, config
+        return raw, config, packing
     usual = SDAR_MASK_TOKEN if config.model_type == SDAR_MODEL_TYPE else FAST_DLLM_MASK_TOKEN
     mask = next(id for id in (config.mask_token_id, _tokenizer_mask(folder), usual) if id is not None)
     if mask >= config.vocab_size:
         problem = f"mask token {mask} is outside the vocabulary of {config.vocab_size}"
         raise ConfigError(f"{where}: {problem}; set mask_token_id in config.json")
-    return raw, dataclasses.replace(config, mask_token_id=mask)
+    return raw, dataclasses.replace(config, mask_token_id=mask), packing
 
 
 def _missing_config(folder: Path) -> str:

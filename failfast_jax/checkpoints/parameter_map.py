@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.errors import CheckpointError, named
-from failfast_jax.kernels.blocks import BlockMatrix, same_form
+from failfast_jax.kernels.blocks import BlockMatrix, same_form, widened
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
 
@@ -44,7 +44,7 @@ class StoredTensor:
     read: Callable[..., np.ndarray] | None = None
     """`read(start, stop, out=None)` returns rows start..stop of the leading axis. If the stored bytes need no
     conversion they are written to `out` (contiguous, of this dtype and shape); otherwise a new array is returned.
-    None: Orbax reads the tensor."""
+    None: Orbax reads the tensor, or `read_blocks` all of it."""
     read_blocks: Callable[[], BlockMatrix] | None = None
     """Reads the whole tensor as it is stored, in numpy's arrays; None: it holds floats."""
 
@@ -131,6 +131,7 @@ class ReadPlan:
         block = block or tuple((0, size) for size in shape)
         out = aligned_empty(tuple(stop - start for start, stop in block), dtype)
         for part, tensor in self.sources[parameter]:
+            tensor = tensor if tensor.read is not None else _widened(tensor)
             segments = segments_of(out, part, self.config)
             # A fused parameter has one axis more in front: KV heads (qkv), or gate and up.
             # gate_up [2, 64, 32], block ((0, 2), (16, 32), (0, 32)): start 16 for both parts, columns None.
@@ -170,6 +171,12 @@ class ReadPlan:
             return out
 
         return jax.tree.map(joined, *forms)
+
+
+def _widened(tensor: StoredTensor) -> StoredTensor:
+    """The tensor with its numbers in memory."""
+    numbers = np.asarray(widened(tensor.read_blocks()))
+    return dataclasses.replace(tensor, read=lambda start, stop, out=None: numbers[start:stop])
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -315,7 +322,7 @@ def not_finite(name: str, file: Path) -> CheckpointError:
     """Returns the error for a tensor with NaN or infinity."""
     return CheckpointError(
         f"{file}: tensor {named(name)} holds NaN or infinite values; the file is damaged, or the model was when it was "
-        "saved"
+        "saved: download it again, or take another copy"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -52,13 +52,20 @@ REFUSAL = (
 def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[str, StoredTensor]:
     """Tensors of a Hugging Face folder: `model.safetensors`, or the shards that the index names.
 
+    Words that wrappers put into names are left out.
+
     Args:
       dtypes: those that it may hold.
 
     Raises:
-      CheckpointError: no weights, only pickled ones, a missing shard, or a damaged file.
+      CheckpointError: no weights, only pickled ones, a missing shard, a damaged file, or two names of one tensor.
       ConfigError: by the name of one is something that is no file.
     """
+    stored = _stored_tensors(folder, dtypes)
+    return _renamed(stored, folder, lambda name: _WRAPPERS.sub(r"\1", name))
+
+
+def _stored_tensors(folder: Path, dtypes: Mapping[str, np.dtype]) -> dict[str, StoredTensor]:
     if is_regular_file(folder / WEIGHTS):
         return file_tensors(folder / WEIGHTS, dtypes)
     index = folder / INDEX
@@ -135,13 +142,16 @@ def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, Stor
     Raises:
       CheckpointError: two names of one tensor.
     """
+    if not any(name.startswith("layers.") for name in tensors):
+        return dict(tensors)
+    # The inner model alone, or with its head.
+    return _renamed(tensors, where, lambda name: name if name.startswith("lm_head.") else f"model.{name}")
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], where: Path, change: Callable[[str], str]) -> dict[str, StoredTensor]:
     renamed: dict[str, str] = {}
-    without_model = any(_WRAPPERS.sub(r"\1", name).startswith("layers.") for name in tensors)
     for name in tensors:
-        new = _WRAPPERS.sub(r"\1", name)
-        # The inner model alone, or with its head.
-        new = f"model.{new}" if without_model and not new.startswith("lm_head.") else new
-        if new in renamed:
+        if (new := change(name)) in renamed:
             raise CheckpointError(
                 f"{where}: tensors {renamed[new]} and {name} are two versions of one; keep the right one"
             )

@@ -47,10 +47,10 @@ class BlockMatrix:
     """
 
     codes: Shaped[Array, "*L O C"]
-    scale: Shaped[Array, "*L O G"]
-    minimum: Shaped[Array, "*L O G"] | None = None
-    outer_scale: Float[Array, "*L P H"] | None = None
-    outer_minimum: Float[Array, "*L P H"] | None = None
+    scale: Shaped[Array, "*L P G"]
+    minimum: Shaped[Array, "*L P G"] | None = None
+    outer_scale: Float[Array, "*L Q H"] | None = None
+    outer_minimum: Float[Array, "*L Q H"] | None = None
     bits: int = 8
     is_tiled: bool = False
     padding: int = 0
@@ -161,11 +161,12 @@ def untiled(blocks: BlockMatrix) -> BlockMatrix:
 
 
 def widened(blocks: BlockMatrix, dtype: DTypeLike = jnp.float32) -> Float[Array, "*L O I"]:
-    """The numbers that a matrix in blocks stands for, computed in float32."""
+    """The numbers that a matrix in blocks stands for, computed in float32; by numpy, where its arrays are numpy's."""
     blocks = untiled(blocks)
-    codes = _codes(blocks, jnp)
-    scale, minimum = _levels(blocks.scale, blocks.outer_scale), _levels(blocks.minimum, blocks.outer_minimum)
-    grouped = codes.astype(jnp.float32).reshape(*scale.shape, -1) * scale[..., None]
+    xp = np if isinstance(blocks.codes, np.ndarray) else jnp
+    codes = _codes(blocks, xp)
+    scale, minimum = _levels(blocks.scale, blocks.outer_scale, xp), _levels(blocks.minimum, blocks.outer_minimum, xp)
+    grouped = codes.astype(np.float32).reshape(*scale.shape, -1) * scale[..., None]
     if minimum is not None:
         grouped = grouped + minimum[..., None]
     return grouped.reshape(codes.shape).astype(dtype)
@@ -184,12 +185,12 @@ def _arrays(blocks: BlockMatrix) -> dict[str, Array | None]:
     return {name: getattr(blocks, name) for name in ARRAYS}
 
 
-def _levels(inner: Array | None, outer: Array | None) -> Array | None:
-    """Scales `[..., groups]` in float32, from one level or two."""
+def _levels(inner: Array | None, outer: Array | None, xp: Any) -> Array | None:
+    """Scales `[..., groups]` in float32, from one level or two, of numpy or jax.numpy."""
     if inner is None or outer is None:
-        return inner if inner is None else inner.astype(jnp.float32)
-    repeated = jnp.repeat(outer.astype(jnp.float32), inner.shape[-1] // outer.shape[-1], axis=-1)
-    return repeated * inner.astype(jnp.float32)
+        return inner if inner is None else inner.astype(np.float32)
+    repeated = xp.repeat(outer.astype(np.float32), inner.shape[-1] // outer.shape[-1], axis=-1)
+    return repeated * inner.astype(np.float32)
 
 
 def numbers(matrix: Float[Array, "*S"] | BlockMatrix) -> Float[Array, "*S"]:

@@ -150,8 +150,8 @@ READ = frozenset(KEYS) - {"mask_token_id"} | {
 QUANTISED = ("quantization_config", "quantization", "compression_config", "quantize_config", "quant_config")
 """Keys of transformers, MLX, older versions of compressed-tensors, AutoGPTQ and AutoAWQ."""
 UNQUANTISED = (
-    "quantised weights are not read: take the unquantised checkpoint, which --quantize int8 rounds while it is read, "
-    "or a GGUF file"
+    "take the unquantised checkpoint, which --quantize int8 rounds while it is read, or the model as GGUF, AWQ, GPTQ "
+    "(desc_act false) or compressed-tensors' pack-quantized"
 )
 
 with (Path(__file__).parents[1] / "assets" / "config_keys.toml").open("rb") as _file:
@@ -352,7 +352,10 @@ def check_unread(entries: Mapping[str, Any], where: str, changes: str, place: st
 def check_not_quantised(raw: Mapping[str, Any], where: values.Where) -> None:
     """Raises CheckpointError: the settings are those of quantised weights."""
     if key := next((key for key in QUANTISED if raw.get(key)), None):
-        raise CheckpointError(f"{where}: key {key!r} is {quoted(raw[key])}: {UNQUANTISED}")
+        raise CheckpointError(
+            f"{where}: key {key!r} is {quoted(raw[key])}: quantised weights of such a drafter are not read; take the "
+            "unquantised one, which --quantize-drafter int8 rounds"
+        )
 
 
 def check(raw: Mapping[str, Any], context: int, where: str) -> None:

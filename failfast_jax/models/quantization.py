@@ -12,15 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks
 from failfast_jax.kernels.blocks import INPUTS, BlockMatrix
 from failfast_jax.models.layers import Linear
-from failfast_jax.models.sharding import whole
+from failfast_jax.models.sharding import part_place, whole
 
 GROUP = 128
 SCHEMES = {"int8": 8, "int4": 4}
@@ -82,11 +80,8 @@ def rounder(weight: Any, bits: int, group: int) -> tuple[Callable[[jax.Array], B
 
 
 def _placed_like(place: Any, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An abstract part of a matrix that is spread as its numbers were; the one scale of an output by outputs alone."""
-    if isinstance(place, NamedSharding):
-        spec = (*place.spec, *[None] * (part.ndim - len(place.spec)))
-        place = NamedSharding(place.mesh, P(*spec[:-1], spec[-1] if part.shape[-1] > 1 else None))
-    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=place)
+    """An abstract part of a matrix that is spread as its numbers were."""
+    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=part_place(place, part.shape))
 
 
 def _has_kernel(inputs: int) -> bool:

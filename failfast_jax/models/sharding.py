@@ -137,6 +137,14 @@ def parameter_specs(module: Any, execution: Execution) -> Any:
     return jax.tree_util.tree_map_with_path(spec, module)
 
 
+def part_place(place: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """The sharding of one array of a matrix in blocks: the matrix's; the one scale of an output by outputs alone."""
+    if not isinstance(place, NamedSharding):
+        return place
+    spec = (*place.spec, *[None] * (len(shape) - len(place.spec)))
+    return NamedSharding(place.mesh, P(*spec[:-1], spec[-1] if shape[-1] > 1 else None))
+
+
 def name_of(path: Sequence[Any]) -> str:
     """A parameter's name from its path in a pytree of modules."""
     parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
@@ -189,6 +197,11 @@ def put(value: ArrayLike, place: Sharding, name: str = "an array") -> jax.Array:
         value = value.addressable_data(0)
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
+
+
+def put_part(part: ArrayLike, place: Sharding) -> jax.Array:
+    """`put` of one array of a matrix in blocks that is placed so."""
+    return put(part, part_place(place, part.shape))
 
 
 def whole(value: Array) -> Array:

@@ -68,6 +68,12 @@ def test_a_start_reads_each_configuration_once(monkeypatch, capsys):
     assert [opened[model / "config.json"] for model in models.values()] == [1, 1]
 
 
+@pytest.mark.parametrize("name", [EAGLE, DFLASH])
+def test_a_drafter_that_was_saved_in_its_wrapper(write, name):
+    wrapped = {f"module._orig_mod.{key}": value for key, value in tensors_of(name).items()}
+    assert same_parameters(load(write(name, wrapped)), load(GOLDEN / name))
+
+
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 

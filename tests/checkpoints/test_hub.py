@@ -81,7 +81,7 @@ def test_a_cache_without_a_file(cache, missing, is_needed):
     "changes, message",
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "key 'quantization_config'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "key 'quantization_config'"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
         ({}, None),
         ({"model_type": "anything", "architectures": ["DFlashDraftModel"]}, None),

@@ -293,16 +293,10 @@ def test_two_versions_of_a_tensor(tmp_path):
     refuses(message, hf_folder(tmp_path, "qwen2_untied", tensors))
 
 
-def test_settings_of_quantised_checkpoints(tmp_path):
-    for key, settings in (("quantization_config", {"quant_method": "awq", "bits": 4}), ("quantization", "int4")):
-        (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2_untied") | {key: settings}))
-        refuses(f"config.json: key '{key}' is .*(awq|int4).*quantised weights are not read", tmp_path)
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, ml_dtypes.float8_e4m3fn])  # GPTQ, bitsandbytes, float8
 def test_tensors_of_quantised_checkpoints_whose_settings_say_nothing(tmp_path, dtype):
     tensors = tensors_of("qwen2_untied") | {"model.layers.0.self_attn.q_proj.qweight": np.zeros((8, 8), dtype)}
-    message = "model.safetensors: tensor model.layers.0.self_attn.q_proj.* has dtype .*; quantised weights are not read"
+    message = "model.safetensors: tensor model.layers.0.self_attn.q_proj.* has dtype .*; take the unquantised"
     refuses(message, hf_folder(tmp_path, "qwen2_untied", tensors))
 
 

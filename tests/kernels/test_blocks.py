@@ -26,10 +26,12 @@ FORMS = [
         (4, 32, True, 256),  # Q4_K
         (4, 64, False, 0),
         (4, 128, True, 0),
+        (4, 128, True, 128),  # AWQ
         (8, 16, False, 256),  # Q6_K
         (8, 32, False, 0),  # Q8_0
         (8, 32, True, 0),  # Q5_1
         (8, 32, True, 256),  # Q5_K
+        (8, 768, False, 0),  # compressed-tensors, channel-wise
     ]
 ]
 

@@ -196,21 +196,24 @@ def loss(
     spread: Spread | None = None,
     head_chunk: int = HEAD_CHUNK,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the objective on one batch: cross-entropy on the masked positions.
+    """Returns the objective on one batch: cross-entropy on the masked positions, and the distance from the target.
 
     Labels are the data's own tokens (of self-generated data: the target's greedy ones), shifted as in decoding, see
     `source_rows`. The masks are those of `draw_masks` with this `key`.
 
     Args:
       batch: rows of `documents.packed_row`: `tokens` Int[B, L], below 0 where a block is filled up, and `labelled`
-        Bool[B, L], true for answers.
+        Bool[B, L], true for answers. With `config.target_weight`: `target` Float[B, L, E], the target's hidden states
+        after its final norm; the model has its head.
       config: static.
       spread: devices over which texts and parameters are spread; None: wherever XLA puts them.
       head_chunk: rows of logits in memory at a time.
 
     Returns:
-      The weighted mean over the labels of the cross-entropy, in nats (0 if there is no label), and metrics: `accuracy`
-      over all labels and `first_accuracy` over each block's first one; their counts `labels`, `firsts`.
+      The weighted mean over the labels of `(1 - w) * cross-entropy + w * distance` (0 if there is no label), where w is
+      `config.target_weight`, cross-entropy is in nats, and the distance is twice the chance that rejection sampling
+      rejects. Metrics: `accuracy` over all labels and `first_accuracy` over each block's first one; their counts
+      `labels`, `firsts`; with w the mean `distance`.
     """
     mask_token, block = model.config.mask_token_id, model.config.block_size
     # A document's last block is filled up with visible masks: a drafter cannot know where a text will end.
@@ -222,21 +225,26 @@ def loss(
     def token_losses(model: Decoder, tokens: Array, masked: Array, gather: Callable | None = None) -> tuple[Array, ...]:
         noised = jnp.where(masked, mask_token, tokens).reshape(-1, tokens.shape[1])
         hidden = source_rows(*forward_pair(model, noised, tokens, gather=gather), block, config.block_start)
-        return _cross_entropy(model, hidden, tokens, score_mask=config.mask_logit == "scored", chunk=head_chunk)
+        target = batch["target"] if config.target_weight else None
+        scored = config.mask_logit == "scored"
+        return _token_losses(model, hidden, tokens, target, masked, score_mask=scored, chunk=head_chunk)
 
     if spread is None:
-        cross_entropy, correct = token_losses(model, tokens, masked)
+        cross_entropy, distance, correct = token_losses(model, tokens, masked)
     else:
-        cross_entropy, correct = _sharded(token_losses, model, tokens, masked, spread)
+        cross_entropy, distance, correct = _sharded(token_losses, model, tokens, masked, spread)
     rank = jnp.cumsum(masked.reshape(2, len(tokens), -1, block), -1).reshape(masked.shape)
     # masked 0 1 1 0 | 1 1 1 0, position_decay 2: rank 0 1 2 2 | 1 2 3 3, weight 0 1 .61 0 | 1 .61 .37 0
     decay = config.position_decay
     weight = jnp.where(masked, jnp.exp((1 - rank) / decay) if decay else 1.0, 0.0)
     # A block's first label weighs 1, so that only a batch without labels has a smaller sum.
-    value = jnp.sum(weight * cross_entropy) / jnp.maximum(weight.sum(), 1.0)
+    total = jnp.maximum(weight.sum(), 1.0)
+    distance = jnp.sum(weight * distance) / total
+    value = (1 - config.target_weight) * jnp.sum(weight * cross_entropy) / total + config.target_weight * distance
     first = masked & (rank == 1)
     labels, firsts = masked.sum(), first.sum()
-    return value, {
+    metrics = {"distance": distance} if config.target_weight else {}
+    return value, metrics | {
         "accuracy": (correct & masked).sum() / jnp.maximum(labels, 1),
         "first_accuracy": (correct & first).sum() / jnp.maximum(firsts, 1),
         "labels": labels,
@@ -251,7 +259,7 @@ def _sharded(token_losses: Callable, model: Decoder, tokens: Array, masked: Arra
     parameters = jax.tree.map(lambda leaf: spread.spec(tuple(leaf.shape)), model)
     texts, noised = spread.rows.spec, P(None, *spread.rows.spec)
 
-    def on_device(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, Array]:
+    def on_device(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, ...]:
         return token_losses(gather_outer(model), tokens, masked, gather_layer)
 
     run = jax.shard_map(
@@ -260,27 +268,52 @@ def _sharded(token_losses: Callable, model: Decoder, tokens: Array, masked: Arra
     return run(model, tokens, masked)
 
 
-def _cross_entropy(
-    model: Decoder, hidden: Float[Array, "noised L E"], tokens: Int[Array, "B L"], *, score_mask: bool, chunk: int
-) -> tuple[Float[Array, "2 B L"], Bool[Array, "2 B L"]]:
-    """Returns each position's cross-entropy with its token, in nats, and true where the argmax is that token.
+def _token_losses(
+    model: Decoder,
+    hidden: Float[Array, "noised L E"],
+    tokens: Int[Array, "B L"],
+    target: Float[Array, "B L E"] | None,
+    masked: Bool[Array, "2 B L"],
+    *,
+    score_mask: bool,
+    chunk: int,
+) -> tuple[Float[Array, "2 B L"], Float[Array, "2 B L"], Bool[Array, "2 B L"]]:
+    """Returns each masked position's cross-entropy with its token in nats, the distance of its distribution from the
+    target's (0 without a target), and true where the argmax is that token.
 
-    `hidden` are rows of `source_rows`, masked or not. The distribution is without the mask token, unless `score_mask`.
-    `chunk` rows of logits are in memory at a time, and are computed again in the backward pass.
+    `hidden` are rows of `source_rows`. The distribution is without the mask token, unless `score_mask`. `chunk` rows of
+    logits are in memory at a time, and are computed again in the backward pass; chunks without a mask are skipped.
     """
-    labels = jnp.stack([tokens, tokens])
+    labels, width = jnp.stack([tokens, tokens]), hidden.shape[-1]
+    rows = {"hidden": hidden.reshape(-1, width), "label": labels.reshape(-1), "masked": masked.reshape(-1)}
+    if target is not None:  # as in decoding, the state at a position predicts the next one
+        before = jnp.roll(target, 1, axis=1)
+        rows["target"] = jnp.stack([before, before]).reshape(-1, width)
+
+    def logits_of(hidden: Array) -> tuple[Array, Array]:
+        raw = model.logits_of(hidden)
+        return raw, raw if score_mask else forbid(raw, model.config.mask_token_id, raw.shape[-1])
+
+    def compute(rows: dict[str, Array]) -> tuple[Array, Array, Array]:
+        raw, logits = logits_of(rows["hidden"])
+        # The label's own logit is read before the mask token's is hidden: a row that does not count may be labelled so.
+        cross_entropy = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(raw, rows["label"][:, None], -1)[:, 0]
+        distance = jnp.zeros_like(cross_entropy)
+        if target is not None:
+            wanted = jax.nn.softmax(logits_of(rows["target"])[1], -1)
+            distance = jnp.abs(jax.nn.softmax(logits, -1) - jax.lax.stop_gradient(wanted)).sum(-1)
+        return cross_entropy, distance, argmax(jax.lax.stop_gradient(logits)) == rows["label"]
 
     @jax.checkpoint
-    def of_chunk(rows: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, labels = rows
-        raw = model.logits_of(hidden)
-        logits = raw if score_mask else forbid(raw, model.config.mask_token_id, raw.shape[-1])
-        # The label's own logit is read before the mask token's is hidden: a row that does not count may be labelled so.
-        cross_entropy = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(raw, labels[:, None], -1)[:, 0]
-        return cross_entropy, argmax(jax.lax.stop_gradient(logits)) == labels
+    def of_chunk(rows: dict[str, Array]) -> tuple[Array, Array, Array]:
+        none = jnp.zeros(len(rows["label"]), jnp.float32)
+        return jax.lax.cond(rows["masked"].any(), compute, lambda _: (none, none, none > 0), rows)
 
     def in_chunks(x: Array) -> Array:
         return jnp.pad(x, ((0, -len(x) % chunk), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
 
-    parts = jax.lax.map(of_chunk, (in_chunks(hidden.reshape(-1, hidden.shape[-1])), in_chunks(labels.reshape(-1))))
-    return tuple(part.reshape(-1)[: labels.size].reshape(labels.shape) for part in parts)
+    # masked 0 1 0 1: order 1 3 0 2, place of each row in it 2 0 3 1
+    order = jnp.argsort(~rows["masked"])
+    parts = jax.lax.map(of_chunk, {name: in_chunks(part[order]) for name, part in rows.items()})
+    place = jnp.argsort(order)
+    return tuple(part.reshape(-1)[place].reshape(labels.shape) for part in parts)

@@ -17,6 +17,7 @@ from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
 from failfast_jax.models.transformer import Decoder, mean_embedding, with_borrowed
 from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.diffusion_loss import loss
+from failfast_jax.train.feature_cache import target_features
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.train.trainer import Objective
@@ -128,7 +129,7 @@ class DiffusionObjective(Objective):
 class StandaloneObjective(DiffusionObjective):
     """`Objective` of a drafter that starts from layers of its target, in this order, and borrows embedding and head.
 
-    The loss reads `constants`: `target` (Decoder).
+    The loss reads `constants`: `target` (Decoder); with `--target-weight`, of a batch also its hidden states.
     """
 
     def __init__(self, target: Decoder, layers: tuple[int, ...], config: TrainConfig):
@@ -142,6 +143,13 @@ class StandaloneObjective(DiffusionObjective):
                 params[name] = jnp.array(values[".".join([part, *path])][...], jnp.float32)
         super().__init__(model_config, params, config)
         self.constants, self.drafter_dtype = {"target": target}, target.dtype
+
+    def prepare(self, batch):
+        if not self.config.target_weight:
+            return batch
+        target, tokens = self.constants["target"], jnp.maximum(batch["tokens"], 0)  # filler is after the text
+        last = target_features(target, tokens, (target.config.num_layers - 1,))[:, :, 0]
+        return batch | {"target": target.norm(last)}
 
     def model(self, trainable, constants, dtype):
         return with_borrowed(super().model(trainable, constants, dtype), constants["target"], trainable["mask"])

@@ -78,6 +78,7 @@ _data = functools.partial(_setting, group="data")
 _block = functools.partial(_setting, families=BLOCKS)
 _dspark = functools.partial(_setting, families=DSPARK)
 _masked = functools.partial(_setting, families=MASKED)
+_standalone = functools.partial(_setting, families=STANDALONE)
 _diffusion = functools.partial(_setting, families=DIFFUSION)
 _unknown = functools.partial(_setting, families=(*BLOCKS, *DIFFUSION))
 _optimizer = functools.partial(_setting, group="optimisation")
@@ -137,6 +138,12 @@ class TrainConfig:
         "clean", "block before a block's first token (noised: as released)", choices=("clean", "noised")
     )
     mask_logit: str = _masked("hidden", "the mask in the softmax (scored: as released)", choices=("hidden", "scored"))
+    target_weight: float = _standalone(
+        0.0,
+        "share of the distance from the target's distribution in the loss; the rest is cross-entropy",
+        least=0,
+        most=1,
+    )
     packing: str = _diffusion(
         "none", "documents of a row; stream: several, which see earlier ones (as released)", choices=("none", "stream")
     )

@@ -90,10 +90,11 @@ OPTIONS = {
     "released, tied": RELEASED,
     "clean": TrainConfig(position_decay=4.0),
     "draft": TrainConfig(corruption="draft", position_decay=0.01),
+    "target": TrainConfig(family="standalone", position_decay=4.0, target_weight=0.75),
 }
 
 
-def reference(tensors, net: ModelConfig, tokens, masked, config: TrainConfig):
+def reference(tensors, net: ModelConfig, tokens, masked, target, config: TrainConfig):
     """The loss by the example in one file: each noised block is a window after a cache of the clean text."""
     c = one_file.Config(
         net.num_layers, net.num_heads, net.num_kv_heads, net.head_dim, net.rope.theta, net.rms_norm_eps, BLOCK, MASK, ()
@@ -117,13 +118,19 @@ def reference(tensors, net: ModelConfig, tokens, masked, config: TrainConfig):
     rank = masked.reshape(*masked.shape[:2], -1, BLOCK).cumsum(-1).reshape(masked.shape)
     weight = jnp.where(masked, jnp.exp((1 - rank) / config.position_decay) if config.position_decay else 1.0, 0.0)
     terms = -jnp.take_along_axis(scores, labels[..., None], -1)[..., 0]
+    if config.target_weight:
+        head = tensors["lm_head.weight"]
+        wanted = jax.nn.softmax((jnp.roll(target, 1, axis=1) @ head.T).at[..., MASK].set(-1e9))
+        distance = jnp.abs(jnp.exp(scores) - jax.lax.stop_gradient(wanted)).sum(-1)
+        terms = (1 - config.target_weight) * terms + config.target_weight * distance
     return (weight * terms).sum() / weight.sum()
 
 
-@pytest.mark.parametrize("name", tiers(OPTIONS, quick=["clean"], long=None))
+@pytest.mark.parametrize("name", tiers(OPTIONS, quick=["target"], long=None))
 def test_loss_and_gradients_equal_the_reference(name):
     """With the same masks; 192 rows of logits, in ten chunks of which one is not full."""
     config, net, batch, key = OPTIONS[name], model(tie_embeddings="tied" in name), packed_batch(), jax.random.key(3)
+    batch["target"] = np.random.default_rng(4).normal(size=(*batch["tokens"].shape, net.config.hidden_size))
     (value, metrics), gradients = value_and_grad(net, batch, key=key, config=config, head_chunk=20)
     maskable = batch["labelled"] & (np.arange(2 * WIDTH) > 0)
     masked = np.asarray(drawn(key, maskable, BLOCK, config.corruption))
@@ -131,7 +138,9 @@ def test_loss_and_gradients_equal_the_reference(name):
     stored = functools.partial(stored_tensors, HF_TABLE, config=net.config)
     tensors = stored(parameters(net))
     assert ("lm_head.weight" in tensors) != net.config.tie_embeddings
-    of_tensors = functools.partial(reference, net=net.config, tokens=tokens, masked=masked, config=config)
+    of_tensors = functools.partial(
+        reference, net=net.config, tokens=tokens, masked=masked, target=batch["target"], config=config
+    )
     expected, slopes = jax.jit(jax.value_and_grad(of_tensors))(tensors)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     gradients = stored(parameters(gradients))

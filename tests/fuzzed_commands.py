@@ -80,7 +80,7 @@ def stop_at_models() -> None:
     """From here on, in this process, commands end where they would read models, measure or start other programs."""
     from convert.conversion import orbax_folder
     from failfast_jax import chat, doctor, generate, serve
-    from failfast_jax.bench import micro, replay, run_command
+    from failfast_jax.bench import micro, peers, replay, run_command
     from failfast_jax.checkpoints import hub
     from failfast_jax.public_data import question_sets
     from failfast_jax.train import draft_graph_calibration, selfgen, train_command
@@ -89,6 +89,7 @@ def stop_at_models() -> None:
     hub.snapshot, selfgen.load_pair = _offline, _reached
     run_command.Comparison = _reached
     micro.FailFast = types.SimpleNamespace(load=_reached)
+    peers.start_peers = _reached
     train_command.open_checkpoint = draft_graph_calibration.FailFast = replay.replay_target = (
         orbax_folder.save_params
     ) = _reached

@@ -10,7 +10,7 @@ COMMANDS = {
     "run": "compare methods on datasets",
     "paper": "the paper's tables, figures and numbers, from the records of runs",
     "replay": "time rounds at real sizes, with the paper's acceptance",
-    "micro": "plain decoding beside the memory's limit; attention kernels checked and timed",
+    "micro": "plain decoding beside the memory's limit and other programs; attention kernels checked and timed",
 }
 MODULES = {"run": "run_command", "paper": "paper.reproduction"}
 

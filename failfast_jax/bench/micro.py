@@ -1,6 +1,6 @@
-"""Plain decoding beside the memory's limit, and attention kernels checked and timed.
+"""Plain decoding beside the memory's limit and beside other programs, and attention kernels checked and timed.
 
-Each part is a function of the default pair; its docstring is the part's help.
+Each part but `peers` is a function of the loaded pair; a function's docstring is the part's help.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from failfast_jax.bench.peers import LOADING, PeerOptions, compare_peers, peer_table
 from failfast_jax.engine import FailFast
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.kernel_table import KERNELS, SIMULATED_TPU, attend, refusal
+from failfast_jax.load_options import LoadOptions
 from failfast_jax.models.attention_check import check_attention, is_right
 from failfast_jax.models.kv_cache import round_up
+from failfast_jax.options import add_flags_of
 from failfast_jax.public_data.model_shapes import nbytes
 from failfast_jax.public_data.question_sets import PROMPTS
+from failfast_jax.request_flags import add_flags_named
 from failfast_jax.util import hardware
 from failfast_jax.util.files import user_path, write_json
 from failfast_jax.util.progress import progress_bar
@@ -153,7 +157,8 @@ def check_shapes(
     return checks
 
 
-PARTS = {part.__name__: part for part in (speed, kernels, attention)}
+PEERS = "peers"
+PARTS = {part.__name__: part for part in (speed, kernels, attention)} | {PEERS: compare_peers}
 
 
 def work(args: argparse.Namespace) -> int:
@@ -169,10 +174,14 @@ def work(args: argparse.Namespace) -> int:
     names = default if args.parts is None else args.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
-    pair, report = FailFast.load(method="auto"), {"machine": hardware.machine()}
+    options, report = PeerOptions.given(args), {"machine": hardware.machine()}
+    load = functools.cache(
+        lambda: FailFast.load(options.target, options.drafter, LoadOptions.given(args), method="auto")
+    )
     for name in names:
-        report[name] = PARTS[name](pair)
-        print(f"{name}: {json.dumps(report[name], indent=1)}", file=sys.stderr, flush=True)
+        report[name] = compare_peers(args) if name == PEERS else PARTS[name](load())
+        shown = peer_table(report[name]) if name == PEERS else f"{name}: {json.dumps(report[name], indent=1)}"
+        print(shown, file=sys.stderr, flush=True)
     print(json.dumps(report, indent=1))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,5 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     lines = (f"  {name:<10}{inspect.getdoc(part).splitlines()[0]}" for name, part in PARTS.items())
     parser.description = "\n".join([f"{parser.description}", "Parts:", *lines])
-    parser.add_argument("--parts", help="comma-separated (default: speed; on a GPU all)")
+    parser.add_argument("--parts", help="comma-separated (default: speed; on a GPU also kernels and attention)")
+    add_flags_of(parser, PeerOptions)
+    add_flags_named(parser, *LOADING)
     parser.add_argument("--out", metavar="FILE", type=user_path, help="write the JSON there")

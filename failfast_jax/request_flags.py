@@ -23,7 +23,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "costs": {"metavar": "FILE"},
     "method": {"metavar": "METHOD", "text": f"one of {', '.join(all_options())} (default: {DEFAULT_METHOD})"},
     "quantize": {"metavar": "int8|int4"},
-    "quantize_drafter": {"metavar": "int8|int4"},
+    "quantize_drafter": {"metavar": "int8|int4|none"},
 }
 """Further arguments of `add_flag`, by field."""
 
@@ -114,6 +114,6 @@ def load(args: argparse.Namespace) -> FailFast:
         progress.note("no --drafter: --method auto drafts from the text alone")
     quantized = (("target", options.quantize, engine.target), ("drafter", options.quantize_drafter, engine.drafter))
     for name, scheme, model in quantized:
-        if scheme:
+        if scheme in quantization.SCHEMES:
             progress.note(f"{name}: {scheme}, {quantization.parameter_bytes(model) / 1e6:.0f} MB of parameters")
     return engine

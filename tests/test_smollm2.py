@@ -11,6 +11,8 @@ import sys
 
 import pytest
 from checkpoint_files import FIXTURES
+from flax import nnx
+from tiny_engines import lossless
 
 from failfast_jax import FailFast
 from failfast_jax.bench.comparison import first_difference
@@ -20,6 +22,9 @@ from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Widths
 from failfast_jax.default_pair import embedded_drafter
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
+from failfast_jax.kernels import cpu_blocks
+from failfast_jax.models.layers import Linear
+from failfast_jax.models.quantization import parameter_bytes
 from failfast_jax.models.transformer import as_untrained_drafter
 from failfast_jax.runtime import model_runtime
 
@@ -80,6 +85,20 @@ def test_the_command_line_answers_a_prompt_from_stdin_with_the_default_drafter(m
     assert int(re.search(r"failfast: 64 tokens.* (\d+) of \d+ drafted tokens accepted", captured.err)[1]) >= 8
     assert "not trained" not in captured.err
     assert sum(file.stat().st_size for file in embedded_drafter().iterdir()) <= 32 * 2**20
+
+
+@pytest.mark.skipif(cpu_blocks.supports(inputs=576) is not None, reason="needs the kernel of blocks")
+def test_the_embedded_drafter_is_in_blocks_of_8_bits_and_changes_nothing():
+    pair = FailFast.load(method="dspark")
+    network, head = pair.drafter.network, pair.drafter.head
+    matrices = [node.weight[...] for _, node in nnx.iter_graph(network) if isinstance(node, Linear)]
+    assert {(matrix.bits, matrix.is_tiled, matrix.activations) for matrix in [*matrices, head]} == {(8, True, "int8")}
+    # 1.0625 bytes a number, which are 2 in the file; the head's rows are the target's own.
+    stored = (embedded_drafter() / "model.safetensors").stat().st_size
+    assert 0.52 < parameter_bytes(network) / stored < 0.54 and head.shape == (8192, 576)
+    prompts = [CASES["list_request"]["prompt_ids"], CASES["code_completion"]["prompt_ids"]]
+    results = [lossless(pair, [prompt], method="dspark", max_new_tokens=64)[0] for prompt in prompts]
+    assert sum(result.stats.accepted for result in results) > sum(result.stats.rounds for result in results) / 2
 
 
 @pytest.mark.long(rare=True)

@@ -62,7 +62,7 @@ TABLE = TensorTable(
         "row_norm.weight": ParameterPart("row_inputs.norm"),
         "row_mask": ParameterPart("row_inputs.mask"),
         "row_offsets": ParameterPart("row_inputs.offsets"),
-        "markov_head.markov_w1.weight": ParameterPart("markov.w1"),
+        "markov_head.markov_w1.weight": ParameterPart("markov.w1.weight"),
         "markov_head.markov_w2.weight": ParameterPart("markov.w2.weight"),
         "markov_head.gate_proj.{leaf}": ParameterPart("markov.gate.{leaf}"),
         "markov_head.joint_proj.{leaf}": ParameterPart("markov.joint.{leaf}"),

@@ -216,12 +216,16 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
         )
         tokenizer = options.tokenizer or tokenizer
     drafting, drafter_tokenizer, decoding, chances = drafter, options.drafter_tokenizer, {}, None
+    scheme = options.quantize_drafter
+    if drafter_source is not None:
+        scheme = scheme or quantization.drafter_scheme(model)
+    scheme = None if scheme == quantization.AS_STORED else scheme
     if drafter_source is not None:
         decoding, chances = drafter_source.decoding(platform), drafter_source.chances
         if drafter_source.borrows:
             drafting = drafter_source.open_drafter(model.config, target_name, theta).load(model)
         else:
-            flags = {"quantize": options.quantize_drafter, "activations": options.activations, "attention": attention}
+            flags = {"quantize": scheme, "activations": options.activations, "attention": attention}
             drafting, drafter_tokenizer = drafter_source.load(dtype, mesh, is_drafter=True, **flags)
             drafter_tokenizer = options.drafter_tokenizer or drafter_tokenizer
 
@@ -235,7 +239,7 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
             check_attention(attention, each.config, each.dtype, name)
     model = _placed(model, mesh, options, options.quantize)
     if drafting is not None:
-        drafting = _placed(drafting, mesh, options, options.quantize_drafter, drafter=True)
+        drafting = _placed(drafting, mesh, options, scheme, drafter=True)
     return Pair(model, drafting, tokenizer, vocab, decoding, chances, target_name, drafter_name)
 
 
@@ -246,7 +250,7 @@ def is_path(model: Any) -> bool:
 
 def _check_options(drafter: Any, options: LoadOptions) -> None:
     quantization.check(options.quantize)
-    quantization.check(options.quantize_drafter, "--quantize-drafter")
+    quantization.check(options.quantize_drafter, "--quantize-drafter", quantization.AS_STORED)
     if options.quantize_drafter is not None and drafter is None:
         raise OptionError(f"--quantize-drafter {options.quantize_drafter}: there is no drafter")
     reason = quantization.refusal(options.activations)

@@ -20,7 +20,7 @@ from failfast_jax.models.block_network import DSparkModel
 from failfast_jax.models.kv_cache import KVCache, round_up
 
 ROWS = 8
-"""Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""
+"""Blocks are padded to multiples of this, except on CPU, where each row costs."""
 STORES = (8, 32, 64)
 """Widths of the passes that store pending features, in positions."""
 PENDING = STORES[-1]
@@ -143,7 +143,11 @@ class FeatureBlockDrafter(ChunkedDrafter, FeatureDrafter):
     def block_rows(self) -> int:
         """Rows of the widest pass."""
         config = self.model.config
-        return round_up(round_up(self.max_spec_len + config.own_row, config.block_size), ROWS)
+        return round_up(round_up(self.max_spec_len + config.own_row, config.block_size), self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        return 1 if self.model.execution.platform == "cpu" else ROWS
 
     def draft(self, state, committed, prefix=None):
         if self.deferred:
@@ -188,9 +192,9 @@ class FeatureBlockDrafter(ChunkedDrafter, FeatureDrafter):
             hidden, cache = self.model.network.block(inputs[:, :width], carry[1], start, inside, live)
             return jnp.pad(hidden, ((0, 0), (0, rows - width), (0, 0))), cache
 
-        # Block 4 and 16 rows: blocks end at 4 8 12 16, and passes have the widths 8 16.
+        # Block 4 and 16 rows: blocks end at 4 8 12 16, and passes have the widths 8 16 (on CPU 4 8 12 16).
         blocks = range(config.block_size, rows + 1, config.block_size)
-        widths = sorted({rows, *(round_up(width, ROWS) for width in blocks if round_up(width, ROWS) < rows)})
+        widths = sorted({min(round_up(width, self._multiple), rows) for width in (*blocks, rows)})
         needed = jnp.max(jnp.where(expansion.growing, used, 0))
         nothing = jnp.zeros((known.shape[0], rows, config.base.hidden_size), self.model.dtype)
         return narrowest(widths, needed, run, (nothing, expansion.state.cache))

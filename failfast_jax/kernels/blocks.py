@@ -237,7 +237,7 @@ def _general(blocks: BlockMatrix, groups: int, outer: int) -> BlockMatrix:
 
 
 def rounded(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> BlockMatrix:
-    """A matrix rounded to blocks: 8 bits with a scale, or 4 bits with a scale and a minimum; traceable.
+    """A matrix rounded to blocks: 8 bits with a scale, or 4 bits with a scale and a minimum; traceable, or by numpy.
 
     Args:
       group: inputs of a block; for 4 bits a multiple of 32.
@@ -245,26 +245,27 @@ def rounded(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> B
     Raises:
       ValueError: the number of inputs is no multiple of `group`.
     """
+    xp = np if isinstance(weight, np.ndarray) else jnp
     *outputs, inputs = weight.shape
     if inputs % group:
         raise ValueError(f"{inputs} inputs: blocks take multiples of {group}")
-    grouped = weight.astype(jnp.float32).reshape(*outputs, -1, group)
+    grouped = weight.astype(np.float32).reshape(*outputs, -1, group)
     if bits == 8:
         # A scale of a whole output multiplies its sum, in float32: see `row_operations.xla_product`.
-        scale = (jnp.abs(grouped).max(axis=-1) / 127).astype(jnp.float16 if group == INPUTS else jnp.float32)
-        codes = jnp.clip(jnp.round(_quotient(grouped, scale)), -127, 127).astype(jnp.int8)
+        scale = (xp.abs(grouped).max(axis=-1) / 127).astype(np.float16 if group == INPUTS else np.float32)
+        codes = xp.clip(xp.round(_quotient(grouped, scale)), -127, 127).astype(np.int8)
         return BlockMatrix(codes.reshape(weight.shape), scale)
-    minimum = grouped.min(axis=-1).astype(jnp.float16)
-    scale = ((grouped.max(axis=-1) - minimum.astype(jnp.float32)) / 15).astype(jnp.float16)
-    codes = jnp.clip(jnp.round(_quotient(grouped - minimum.astype(jnp.float32)[..., None], scale)), 0, 15)
-    codes = codes.astype(jnp.uint8).reshape(*outputs, -1, INPUTS)
+    minimum = grouped.min(axis=-1).astype(np.float16)
+    scale = ((grouped.max(axis=-1) - minimum.astype(np.float32)) / 15).astype(np.float16)
+    codes = xp.clip(xp.round(_quotient(grouped - minimum.astype(np.float32)[..., None], scale)), 0, 15)
+    codes = codes.astype(np.uint8).reshape(*outputs, -1, INPUTS)
     codes = codes[..., : INPUTS // 2] | codes[..., INPUTS // 2 :] << 4
     return BlockMatrix(codes.reshape(*outputs, -1), scale, minimum, bits=4)
 
 
 def _quotient(grouped: Array, scale: Array) -> Array:
-    scale = scale.astype(jnp.float32)[..., None]
-    return jnp.where(scale == 0, 0, grouped / jnp.where(scale == 0, 1, scale))
+    xp, scale = np if isinstance(grouped, np.ndarray) else jnp, scale.astype(np.float32)[..., None]
+    return xp.where(scale == 0, np.float32(0), grouped / xp.where(scale == 0, np.float32(1), scale))
 
 
 def num_bytes(blocks: BlockMatrix) -> int:

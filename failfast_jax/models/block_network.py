@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels.attention_window import Window
+from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads, write_windows
 from failfast_jax.kernels.row_operations import product, xla_product
@@ -140,15 +141,15 @@ class MarkovHead(nnx.Module):
           size: size of hidden states.
         """
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
-        self.rank = rank
-        self.w1 = nnx.Param(jax.random.normal(rngs.params(), (vocab, rank), dtype) * rank**-0.5)
+        self.rank, self.dtype = rank, dtype
+        self.w1 = make((vocab,), rank, bias=False)
         self.w2 = make((drafted,), rank, bias=False)
         self.gate = make((rank,), size + rank, bias=True) if kind == "gated" else None
         self.joint = make((3 * rank,), size + 2 * rank, bias=True) if kind == "rnn" else None
 
     def embedded(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R r"]:
         """Codes of the preceding tokens."""
-        return self.w1[...][tokens]
+        return self.w1.weight[...][tokens].astype(self.dtype)
 
     def step(
         self, state: Float[Array, "*R r"], before: Float[Array, "*R r"], hidden: Float[Array, "*R E"]
@@ -194,7 +195,7 @@ class DSpark(FeatureNetwork):
 
     def inputs(
         self,
-        embed: Float[Array, "V E"],
+        embed: Float[Array, "V E"] | BlockMatrix,
         tokens: Int[Array, "*B R"],
         known: Bool[Array, "*B R"],
         features: Float[Array, "*B F E"],
@@ -323,8 +324,8 @@ class DSparkModel(FeatureModel):
     """A drafter with an embedding and a head, its target's wherever they are the same; see `drafter_model`."""
 
     network: DSpark
-    embed: Float[Array, "V E"]
-    head: Float[Array, "v E"]
+    embed: Float[Array, "V E"] | BlockMatrix
+    head: Float[Array, "v E"] | BlockMatrix
     draft_ids: Int[Array, " v"] | None = None
     """Token id of each row of the head; None: the whole vocabulary."""
     shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed", "head"))

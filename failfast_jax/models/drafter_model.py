@@ -108,10 +108,12 @@ class FeatureModel:
         return self.replace(network=network, draft_ids=ids, **jax.tree.map(spread_rows, large))
 
     def quantized(self, scheme: str = "int8", activations: str | None = None) -> FeatureModel:
-        """With the matrices of its network quantised, not those that it may share with its target.
+        """With all its matrices quantised, except those that are its target's.
 
         Raises:
           OptionError: see `quantization.check`.
         """
         quantization.check(scheme)
-        return self.replace(network=quantization.with_rounded_matrices(self.network, scheme, activations))
+        large = {name: getattr(self, name, None) for name in {"embed", "head"} - {*self.shared}}
+        large = {name: quantization.rounded(x, scheme, activations) for name, x in large.items() if x is not None}
+        return self.replace(network=quantization.with_rounded_matrices(self.network, scheme, activations), **large)

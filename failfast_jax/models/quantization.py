@@ -26,10 +26,23 @@ SCHEMES = {"int8": 8, "int4": 4}
 have a scale; elsewhere, where XLA multiplies, 8 bits have one for an output, and 4 bits one for `GROUP` inputs."""
 
 
-def check(scheme: str | None, flag: str = "--quantize") -> None:
-    """Raises OptionError: an unknown scheme."""
-    if scheme is not None and scheme not in SCHEMES:
-        raise OptionError(f"{flag} {scheme}: must be one of {', '.join(SCHEMES)}")
+AS_STORED = "none"
+"""What `--quantize-drafter` may say instead."""
+
+
+def check(scheme: str | None, flag: str = "--quantize", *others: str) -> None:
+    """Raises OptionError: a scheme that is neither known nor one of `others`."""
+    if scheme is not None and scheme not in (*SCHEMES, *others):
+        raise OptionError(f"{flag} {scheme}: must be one of {', '.join((*SCHEMES, *others))}")
+
+
+def drafter_scheme(target: Any) -> str | None:
+    """The scheme of a drafter that is read for a target, unless the user names one: 8 bits if the target is in tiles.
+
+    Such a target's step takes as long as its bytes are many, and so does a draft; of the text nothing changes.
+    """
+    leaves = jax.tree.leaves(target, is_leaf=lambda leaf: isinstance(leaf, BlockMatrix))
+    return "int8" if any(isinstance(leaf, BlockMatrix) and leaf.is_tiled for leaf in leaves) else None
 
 
 def refusal(activations: str | None) -> str | None:
@@ -64,7 +77,7 @@ def rounded(weight: Any, scheme: str, activations: str | None = None) -> Any:
         return weight
     bits, inputs, abstract = SCHEMES[scheme], weight.shape[-1], isinstance(weight, jax.ShapeDtypeStruct)
     if not abstract and len(weight.devices()) == 1 and _has_kernel(inputs):
-        return laid_out(jax.block_until_ready(rounder(weight, bits, INPUTS)[0](weight)), activations)
+        return laid_out(blocks.rounded(np.asarray(weight), bits), activations)  # nothing is compiled
     group = inputs if bits == 8 else GROUP if inputs % GROUP == 0 else INPUTS
     if inputs % group:
         return weight

@@ -172,7 +172,7 @@ def _without_markov(model: DSpark) -> DSpark:
         model.markov.w2.weight[...] = jnp.zeros_like(model.markov.w2.weight[...])
     elif model.markov is not None:
         # Zeros here rather than in w2: after a token that training never saw, the head adds nothing.
-        model.markov.w1[...] = jnp.zeros_like(model.markov.w1[...])
+        model.markov.w1.weight[...] = jnp.zeros_like(model.markov.w1.weight[...])
     return model
 
 

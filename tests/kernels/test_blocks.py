@@ -157,11 +157,13 @@ def test_matrices_of_different_forms_become_one():
 @pytest.mark.parametrize(("bits", "error"), [(8, 1 / 250), (4, 1 / 28)])
 def test_rounding_moves_a_number_by_half_a_step_at_most(bits, error):
     weight = jnp.asarray(numbers(48)).at[3].set(0)
-    matrix = blocks.rounded(weight, bits)
     grouped = np.asarray(weight).reshape(48, -1, 32)
     span = 2 * abs(grouped).max(-1) if bits == 8 else grouped.max(-1) - grouped.min(-1)
-    moved = abs(np.asarray(blocks.widened(matrix)) - weight).reshape(grouped.shape).max(-1)
-    assert np.all(moved <= error * span)
+    for array in (weight, np.asarray(weight)):
+        matrix = blocks.rounded(array, bits)
+        assert isinstance(matrix.codes, type(array))
+        moved = abs(np.asarray(blocks.widened(matrix)) - weight).reshape(grouped.shape).max(-1)
+        assert np.all(moved <= error * span)
     with pytest.raises(ValueError, match="40 inputs"):
         blocks.rounded(jnp.ones((4, 40)), bits)
 

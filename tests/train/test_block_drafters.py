@@ -124,7 +124,7 @@ def test_the_confidence_head_is_scaled_and_shifted(target, heads_only):
     hidden = jnp.asarray(np.random.default_rng(3).standard_normal((5, target.config.hidden_size)), jnp.float32)
     logits = before.confidence_logits(hidden, None)
     np.testing.assert_allclose(after.confidence_logits(hidden, None), 0.7 * logits - 0.3, atol=1e-5)
-    np.testing.assert_array_equal(after.markov.w1[...], before.markov.w1[...])
+    np.testing.assert_array_equal(after.markov.w1.weight[...], before.markov.w1.weight[...])
     np.testing.assert_array_equal(after.layers[0].mlp.down.weight[...], before.layers[0].mlp.down.weight[...])
     assert (before.confidence.bias[...] != after.confidence.bias[...]).all()  # its parameters are a copy
 

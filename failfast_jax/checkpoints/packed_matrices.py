@@ -128,6 +128,7 @@ def _read_scheme(scheme: Mapping[str, Any], method: str, place: str) -> Packing:
     size = -1 if scheme.get("strategy") == "channel" else values.number(scheme, "group_size", place, least=-1)
     if size != -1 and (size <= 0 or size % INPUTS):
         raise _refusal(place, f"{method} with group_size {size}, which is neither -1 nor a multiple of {INPUTS}")
+    listed = "ignore" if method == COMPRESSED else "modules_to_not_convert"
     return Packing(
         where=place,
         method=method,
@@ -135,9 +136,7 @@ def _read_scheme(scheme: Mapping[str, Any], method: str, place: str) -> Packing:
         group=None if size == -1 else size,
         has_zeros=method != COMPRESSED or scheme.get("symmetric") is False,
         is_first_version=method == GPTQ and scheme["checkpoint_format"] != "gptq_v2",
-        floats=tuple(
-            values.entries(scheme, "ignore" if method == COMPRESSED else "modules_to_not_convert", place, str, [])
-        ),
+        floats=tuple(values.entries(scheme, listed, place, str, [])),
     )
 
 
@@ -222,7 +221,7 @@ def _halves(tensor: StoredTensor, scale: np.ndarray) -> np.ndarray:
         raise not_finite(tensor.name, tensor.file)
     with np.errstate(over="ignore"):
         halves = scale.astype(np.float16)
-    if not np.array_equal(halves.astype(np.float32), scale.astype(np.float32)):
+    if not np.array_equal(halves.astype(np.float64), scale.astype(np.float64)):
         raise CheckpointError(f"{_tensor(tensor)} has scales that float16 does not hold; {UNQUANTISED}")
     return halves
 

@@ -49,7 +49,8 @@ def llama_cpp(command: list[str]) -> tuple[int, Answerer]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], stdin=subprocess.DEVNULL)
-    atexit.register(process.terminate)
+    atexit.register(process.wait)
+    atexit.register(process.terminate)  # the last one registered runs first
     client = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def request(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -39,8 +39,8 @@ from failfast_jax.util import command_line
 from failfast_jax.util.progress import progress_bar, waiting
 from failfast_jax.util.tables import markdown
 
-PATIENCE_S = 600.0
-"""Time limit of a start, and of an answer."""
+PATIENCE_S, END_S = 600.0, 3.0
+"""Time limits of a start or an answer, and of an end."""
 WARM_UP = "Name three rivers of Europe, and a city on each."
 """The first question, which is not counted."""
 SPECULATION = "--spec-default"
@@ -126,7 +126,9 @@ class PeerProcess:
         return {name: 1024 * int(sizes[key]) for name, key in (("now", "VmRSS"), ("most", "VmHWM")) if key in sizes}
 
     def stop(self) -> None:
-        """Ends the process and what it started; none of them has anything to save."""
+        """Ends the process and what it started: without requests they end by themselves."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=END_S)
         self._kill()
         self.process.communicate()
 
@@ -284,5 +286,5 @@ def peer_table(report: Mapping[str, Any]) -> str:
         for name, row in report["rows"].items()
     ]
     about = ", ".join(f"{key} {value}" for key, value in report.items() if key not in ("rows", "not_measured"))
-    missing = [f"Not measured: {name}: {reason}." for name, reason in report["not_measured"].items()]
+    missing = [f"Not measured: {name}: {reason}" for name, reason in report["not_measured"].items()]
     return "\n\n".join([f"{about}:", markdown(head, cells), *missing])

@@ -113,7 +113,7 @@ def test_the_table_and_the_order_of_turns(command, tmp_path, capsys):
     assert all(2**20 < row["memory"]["now"] <= row["memory"]["most"] < 2**28 for row in rows.values())
     line = "| llama.cpp --spec-default | 60 | 1.00 x (0.50 to 1.50) | 1.00 x (0.50 to 1.50) | 2 of 3 | "
     assert line in err
-    assert "Not measured: transformers, prompt lookup: torch is not installed." in err
+    assert "Not measured: transformers, prompt lookup: torch is not installed\n" in err
     assert not list(tmp_path.glob("failfast-peers-*"))
 
 

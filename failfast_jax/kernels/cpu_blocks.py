@@ -38,14 +38,16 @@ def product(rows: Float[Array, "R I"], blocks: BlockMatrix) -> Float[Array, "R O
     if not blocks.is_tiled or rows.dtype != jnp.float32 or rows.shape[1:] != blocks.shape[-1:]:
         raise ValueError(f"product of {rows.dtype}{list(rows.shape)} by blocks {list(blocks.shape)}: wants tiles")
     *leading, outputs, inputs = blocks.shape
-    fine = "_fine" if blocks.activations == "int8" and blocks.group == 16 else ""
     padded = outputs + blocks.padding
     y = jax.ShapeDtypeStruct((rows.shape[0], math.prod(leading) * padded), jnp.float32)
-    room = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 44,), jnp.uint8)
+    room = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 52,), jnp.uint8)
     empty = np.zeros((0, 1, TILE), np.float16)
     flat = blocks.with_arrays(lambda part: part.reshape(-1, *part.shape[-2:]))
     parts = [empty if part is None else part for part in (flat.minimum, flat.outer_scale, flat.outer_minimum)]
-    call = cpu_kernels.call(f"blocks_{blocks.bits}{fine}_{blocks.activations}", y, room)
+    constants = {"code_bits": blocks.bits, "group": blocks.group, "has_minimum": int(blocks.minimum is not None)}
+    if blocks.outer_scale is not None:
+        constants["outer"] = inputs // blocks.outer_scale.shape[-2]
+    call = cpu_kernels.call(f"blocks_{blocks.activations}", y, room, **constants)
     result = call(rows, flat.codes, flat.scale, *parts)[0]
     return result.reshape(-1, *leading, padded)[..., :outputs].reshape(rows.shape[0], -1)
 

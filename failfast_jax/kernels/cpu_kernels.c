@@ -15,6 +15,10 @@
 
 int sched_yield(void);
 
+// `cpu_kernels.py` writes these into the text that it compiles, for one kernel at a time: loops unroll, branches go.
+extern const long head_dim;                                // of attention
+extern const long code_bits, group, outer, has_minimum;  // of products of blocks; `outer` is 0 where there is none
+
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -139,6 +143,14 @@ INLINE void sums(floats *vectors, int count) {
 INLINE float sum(floats vector) {
   sums(&vector, 1);
   return vector[0];
+}
+
+// The largest lane; no lane is NaN.
+INLINE float largest(floats vector) {
+  float peak = vector[0];
+  UNROLL
+  for (int i = 1; i < LANES; i++) peak = vector[i] > peak ? vector[i] : peak;
+  return peak;
 }
 
 // e to the power of each lane of x <= 0, to about one unit in the last place (Cephes' polynomial); below -87 as at -87.
@@ -339,7 +351,7 @@ INLINE void outputs_of(long piece, const Product *p, Type type) {
 // input 4 * j + i. So a vector holds four inputs of each of LANES outputs, which one instruction multiplies by the same
 // four inputs of a row and adds up:
 //   codes 3 0 15 7, scale 0.1, minimum -0.4; a row's 1 -2 4 0, scale 0.5  ->  0.1 * 0.5 * 63 - 0.4 * 0.5 * 3 = 2.55
-enum { TILE = 16, INPUTS = 32, BLOCK_ROWS = LANES == 16 ? 8 : 4, TILES = 3 };
+enum { TILE = 16, INPUTS = 32, BLOCK_ROWS = LANES == 16 ? 8 : 4, TILES = 3, ROUNDED_AT_ONCE = 2 };
 
 typedef uint8_t codes_at __attribute__((ext_vector_type(4 * LANES), aligned(1)));
 typedef uint8_t codes __attribute__((ext_vector_type(4 * LANES)));
@@ -352,68 +364,77 @@ typedef struct {
   const float *x;         // [rows, inputs]
   int8_t *rounded;        // [rows, inputs]: whole numbers of -127 .. 127, one scale for each 32
   float *row_scale;       // [rows, inputs / 32]
-  int32_t *row_sum;       // [rows, inputs / 16]: of the rounded inputs
+  int32_t *row_sum;       // [rows, inputs / 32, parts]: of the rounded inputs
+  float *row_shift;       // the same times their scale: what a minimum is multiplied by
   const uint8_t *codes;   // [outputs / 16, inputs / 32, 16 * 16 or 32 * 16]
   const void *scale, *minimum;  // [outputs / 16, inputs / group, 16] float16, or int8 where there are outer ones
   const void *outer_scale, *outer_minimum;  // [outputs / 16, inputs / outer, 16] float16
   float *y;               // [rows, outputs]
-  long rows, inputs, outputs, group, outer;
+  long rows, inputs, outputs;
 } Blocks;
 
+// Parts of a tile that are summed alone: its halves, where groups are of 16.
+INLINE int parts_of_tile(void) { return group == 16 ? 2 : 1; }
+
 // sum[lane] += weights[4 * lane + i] * x[i], i < 4. Weights are unsigned for AVX-512's instruction.
-INLINE integers add_dot(integers sum, codes weights, int32_t x, int bits) {
+INLINE integers add_dot(integers sum, codes weights, int32_t x) {
   const integers four = (integers)x;
 #if LANES == 16
   return (integers)__builtin_ia32_vpdpbusd512((words)sum, (chars)weights, (chars)four);
 #else
   // Sums of two products must fit in 16 bits: those of 4 bits do. Of signed 8 bits the sign goes to x.
   chars w = (chars)weights, inputs = (chars)four;
-  if (bits == 8) inputs = __builtin_ia32_psignb256(inputs, w), w = __builtin_elementwise_abs(w);
+  if (code_bits == 8) inputs = __builtin_ia32_psignb256(inputs, w), w = __builtin_elementwise_abs(w);
   return sum + (integers)__builtin_ia32_pmaddwd256(__builtin_ia32_pmaddubsw256(w, inputs), (shorts)(integers)0x00010001);
 #endif
 }
 
-// Rounds 16 rows at a time to int8: 32 inputs 0.5 -1.27 0 .. have the scale 0.01 and become 50 -127 0 ..
+// Rounds rows to int8: 32 inputs 0.5 -1.27 0 .. have the scale 0.01 and become 50 -127 0 ..
 NOINLINE void round_rows(long piece, const void *values) {
   const Blocks *p = values;
-  for (long row = piece * 16; row < least(piece * 16 + 16, p->rows); row++)
-    for (long at = 0; at < p->inputs; at += INPUTS) {
-      const float *x = p->x + row * p->inputs + at;
-      floats high = (floats)0.0f, strange = (floats)0.0f;  // NaN, if an input is not finite
-      for (int i = 0; i < INPUTS; i += LANES) {
-        high = larger(high, __builtin_elementwise_abs(load(x + i, FLOAT32)));
-        strange += load(x + i, FLOAT32) - load(x + i, FLOAT32);
-      }
-      float peak = high[0];
-      UNROLL
-      for (int i = 1; i < LANES; i++) peak = high[i] > peak ? high[i] : peak;
-      const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
-      int8_t *rounded = p->rounded + row * p->inputs + at;
-      for (int half = 0; half < 2; half++) {
-        int32_t total = 0;
-        for (int i = 16 * half; i < 16 * half + 16; i++) {
-          const float number = __builtin_rintf(x[i] * inverse);
-          rounded[i] = (int8_t)(number >= -127.0f && number <= 127.0f ? number : 0.0f);
-          total += rounded[i];
-        }
-        p->row_sum[(row * p->inputs + at) / 16 + half] = total;
-      }
-      p->row_scale[(row * p->inputs + at) / INPUTS] = peak / 127.0f + sum(strange);
+  const long blocks = p->inputs / INPUTS, end = least((piece + 1) * ROUNDED_AT_ONCE, p->rows);
+  for (long block = piece * ROUNDED_AT_ONCE * blocks; block < end * blocks; block++) {
+    const float *x = p->x + block * INPUTS;
+    floats high = (floats)0.0f, totals[LANES];  // of both halves; the third is NaN, if an input is not finite
+    for (int i = 0; i < 3; i++) totals[i] = (floats)0.0f;
+    UNROLL
+    for (int i = 0; i < INPUTS; i += LANES) {
+      const floats number = load(x + i, FLOAT32);
+      high = larger(high, __builtin_elementwise_abs(number));
+      totals[2] += number - number;
     }
+    const float peak = largest(high), inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+    UNROLL
+    for (int i = 0; i < INPUTS; i += LANES) {
+      floats number = __builtin_elementwise_rint(load(x + i, FLOAT32) * inverse);
+      number = ((number >= -127.0f) & (number <= 127.0f)) ? number : (floats)0.0f;
+      *(bytes_at *)(p->rounded + block * INPUTS + i) = __builtin_convertvector(number, bytes_at);
+      totals[i / 16] += number;
+    }
+    sums(totals, 3);
+    const int parts = parts_of_tile();
+    p->row_scale[block] = peak / 127.0f + totals[0][2];
+    for (int part = 0; part < parts; part++) {
+      const float total = parts == 2 ? totals[0][part] : totals[0][0] + totals[0][1];
+      p->row_sum[block * parts + part] = (int32_t)total;
+      p->row_shift[block * parts + part] = p->row_scale[block] * total;
+    }
+  }
 }
 
 // Scales, or minima, of LANES outputs of a tile for the group that begins at, or holds, input `at`.
-INLINE floats group_values(const Blocks *p, const void *inner, const void *outer, long tile, long lane, long at) {
-  const long index = (tile * (p->inputs / p->group) + at / p->group) * TILE + lane;
+INLINE floats group_values(const Blocks *p, const void *inner, const void *above, long tile, long lane, long at) {
+  const long index = (tile * (p->inputs / group) + at / group) * TILE + lane;
   if (!outer) return load(element(inner, index, FLOAT16), FLOAT16);
-  const long above = (tile * (p->inputs / p->outer) + at / p->outer) * TILE + lane;
-  return load(element(inner, index, INT8), INT8) * load(element(outer, above, FLOAT16), FLOAT16);
+  const long index_above = (tile * (p->inputs / outer) + at / outer) * TILE + lane;
+  return load(element(inner, index, INT8), INT8) * load(element(above, index_above, FLOAT16), FLOAT16);
 }
 
-// `rows` rounded rows times LANES outputs of a tile. `fine`: groups of 16, so that each half of a tile is summed alone.
-INLINE void integer_tile(const Blocks *p, long tile, long lane, long row, int rows, int bits, int fine) {
-  const long count = p->inputs / INPUTS, size = TILE * INPUTS * bits / 8;
-  const int unsigned_weights = bits == 4 || LANES == 16, offset = bits == 8 ? 128 * unsigned_weights : p->minimum ? 0 : 8;
+// `rows` rounded rows times LANES outputs of a tile.
+INLINE void integer_tile(const Blocks *p, long tile, long lane, long row, int rows) {
+  const long count = p->inputs / INPUTS, size = TILE * INPUTS * code_bits / 8;
+  const int parts = parts_of_tile(), unsigned_weights = code_bits == 4 || LANES == 16;
+  const int offset = code_bits == 8 ? 128 * unsigned_weights : has_minimum ? 0 : 8;
   const uint8_t *at = p->codes + tile * count * size + 4 * lane;
   floats total[BLOCK_ROWS];
   UNROLL
@@ -421,35 +442,34 @@ INLINE void integer_tile(const Blocks *p, long tile, long lane, long row, int ro
   for (long block = 0; block < count; block++, at += size) {
     integers dot[2 * BLOCK_ROWS];
     UNROLL
-    for (int i = 0; i < rows * (1 + fine); i++) dot[i] = (integers)0;
+    for (int i = 0; i < rows * parts; i++)
+      dot[i] = (integers)(-offset * p->row_sum[((row + i % rows) * count + block) * parts + i / rows]);
     prefetch(at, size, THIN_AHEAD);
     UNROLL
     for (int j = 0; j < 4; j++) {
       codes low = *(const codes_at *)(at + 64 * j), high = low >> 4;
-      if (bits == 4) low &= 15;
+      if (code_bits == 4) low &= 15;
       else high = *(const codes_at *)(at + 64 * (j + 4));
-      if (bits == 8 && unsigned_weights) low ^= 128, high ^= 128;
+      if (code_bits == 8 && unsigned_weights) low ^= 128, high ^= 128;
       UNROLL
       for (int r = 0; r < rows; r++) {
         const int32_t *x = (const int32_t *)(p->rounded + (row + r) * p->inputs + block * INPUTS);
-        dot[r] = add_dot(dot[r], low, x[j], bits);
-        dot[r + fine * rows] = add_dot(dot[r + fine * rows], high, x[j + 4], bits);
+        dot[r] = add_dot(dot[r], low, x[j]);
+        dot[r + (parts - 1) * rows] = add_dot(dot[r + (parts - 1) * rows], high, x[j + 4]);
       }
     }
     UNROLL
-    for (int half = 0; half < 1 + fine; half++) {
-      const long input = block * INPUTS + half * 16;
+    for (int part = 0; part < parts; part++) {
+      const long input = block * INPUTS + part * 16;
       const floats scale = group_values(p, p->scale, p->outer_scale, tile, lane, input);
       floats minimum = (floats)0.0f;
-      if (p->minimum) minimum = group_values(p, p->minimum, p->outer_minimum, tile, lane, input);
+      if (has_minimum) minimum = group_values(p, p->minimum, p->outer_minimum, tile, lane, input);
       UNROLL
       for (int r = 0; r < rows; r++) {
-        const float row_scale = p->row_scale[(row + r) * count + block];
-        const int32_t *sums = p->row_sum + (row + r) * 2 * count + 2 * block;
-        const int32_t sum = fine ? sums[half] : sums[0] + sums[1];
-        const integers result = dot[r + half * rows] - offset * sum;
-        total[r] = fma_(scale * row_scale, __builtin_convertvector(result, floats), total[r]);
-        if (p->minimum) total[r] = fma_(minimum, (floats)(row_scale * (float)sum), total[r]);
+        const long place = (row + r) * count + block;
+        const floats number = __builtin_convertvector(dot[r + part * rows], floats);
+        total[r] = fma_(scale * p->row_scale[place], number, total[r]);
+        if (has_minimum) total[r] = fma_(minimum, (floats)p->row_shift[place * parts + part], total[r]);
       }
     }
   }
@@ -458,8 +478,8 @@ INLINE void integer_tile(const Blocks *p, long tile, long lane, long row, int ro
 }
 
 // The same of rows in float32 and weights widened in registers. Each half of a tile has sums of its own, for speed.
-INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows, int bits) {
-  const long count = p->inputs / INPUTS, size = TILE * INPUTS * bits / 8;
+INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows) {
+  const long count = p->inputs / INPUTS, size = TILE * INPUTS * code_bits / 8;
   const uint8_t *at = p->codes + tile * count * size + 4 * lane;
   floats total[2 * BLOCK_ROWS];
   UNROLL
@@ -470,13 +490,13 @@ INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows
     for (int half = 0; half < 2; half++) {
       const long input = block * INPUTS + half * 16;
       const floats scale = group_values(p, p->scale, p->outer_scale, tile, lane, input);
-      floats minimum = scale * (bits == 4 ? -8.0f : 0.0f);
-      if (p->minimum) minimum = group_values(p, p->minimum, p->outer_minimum, tile, lane, input);
+      floats minimum = scale * (code_bits == 4 ? -8.0f : 0.0f);
+      if (has_minimum) minimum = group_values(p, p->minimum, p->outer_minimum, tile, lane, input);
       for (int j = 0; j < 4; j++) {
-        const integers four = *(const integers_at *)(at + 64 * (bits == 4 ? j : 4 * half + j));
+        const integers four = *(const integers_at *)(at + 64 * (code_bits == 4 ? j : 4 * half + j));
         UNROLL
         for (int i = 0; i < 4; i++) {
-          const integers code = bits == 4 ? (four >> (8 * i + 4 * half)) & 15 : (four << (24 - 8 * i)) >> 24;
+          const integers code = code_bits == 4 ? (four >> (8 * i + 4 * half)) & 15 : (four << (24 - 8 * i)) >> 24;
           const floats weight = fma_(__builtin_convertvector(code, floats), scale, minimum);
           UNROLL
           for (int r = 0; r < rows; r++) {
@@ -492,21 +512,21 @@ INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows
     store(p->y + (row + r) * p->outputs + tile * TILE + lane, total[2 * r] + total[2 * r + 1]);
 }
 
-INLINE void block_rows(const Blocks *p, long tile, long row, int rows, int bits, int fine, int rounded) {
+INLINE void block_rows(const Blocks *p, long tile, long row, int rows, int rounded) {
   UNROLL
   for (int lane = 0; lane < TILE; lane += LANES) {
-    if (rounded) integer_tile(p, tile, lane, row, rows, bits, fine);
-    else float_tile(p, tile, lane, row, rows, bits);
+    if (rounded) integer_tile(p, tile, lane, row, rows);
+    else float_tile(p, tile, lane, row, rows);
   }
 }
 
 // All rows times TILES tiles, which stay in a core's cache.
-INLINE void block_tiles(long piece, const Blocks *p, int bits, int fine, int rounded) {
+INLINE void block_tiles(long piece, const Blocks *p, int rounded) {
   const long end = least((piece + 1) * TILES, p->outputs / TILE);
   for (long row = 0; row < p->rows; row += BLOCK_ROWS)
     for (long tile = piece * TILES; tile < end; tile++) switch (least(p->rows - row, BLOCK_ROWS)) {
 #define BLOCK_OF(ROWS) \
-  case ROWS: if (ROWS <= BLOCK_ROWS) block_rows(p, tile, row, ROWS, bits, fine, rounded); break;
+  case ROWS: if (ROWS <= BLOCK_ROWS) block_rows(p, tile, row, ROWS, rounded); break;
         BLOCK_OF(1) BLOCK_OF(2) BLOCK_OF(3) BLOCK_OF(4) BLOCK_OF(5) BLOCK_OF(6) BLOCK_OF(7) BLOCK_OF(8)
       }
 }
@@ -554,8 +574,6 @@ enum {
   MOST_VECTORS = 16,  // of a tile of values: 4 rows x 4 vectors
 };
 #define HIDDEN -1e30f  // the score of a slot that a row does not see
-extern const long head_dim;  // `cpu_kernels.py` writes it into the text that it compiles: loops over heads unroll
-
 typedef struct {
   const float *q;             // [pairs, rows, head_dim], scaled: the query heads of one KV head are rows
   const void *k, *v;          // [pairs, capacity, head_dim]
@@ -604,9 +622,7 @@ INLINE float softmax_weights(float *scores, long place, long slots, int first, i
     integers slot = lane + (int)(place + at), seen = (slot >= first) & (slot <= last);
     best = larger(best, seen ? load(scores + at, FLOAT32) : (floats)HIDDEN);
   }
-  float peak = best[0];
-  UNROLL
-  for (int i = 1; i < LANES; i++) peak = best[i] > peak ? best[i] : peak;
+  const float peak = largest(best);
   for (long at = 0; at < slots; at += LANES) {
     integers slot = lane + (int)(place + at), seen = (slot >= first) & (slot <= last);
     floats score = load(scores + at, FLOAT32);
@@ -809,40 +825,33 @@ ATTENTION(float32, FLOAT32) ATTENTION(bfloat16, BFLOAT16) ATTENTION(float16, FLO
 // have is empty) -> [rows, outputs] float32, and room for rounded rows
 INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int rounded) {
   if (is_registration(frame)) return NULL;
-  XLA_FFI_Buffer *x = argument(frame, 0), *y = result(frame, 0), *parts[4];
-  const void *data[4];
-  for (int i = 0; i < 4; i++) {
-    parts[i] = argument(frame, 2 + i);
-    data[i] = parts[i]->dims[0] ? parts[i]->data : NULL;
-  }
-  const long rows = x->dims[0], inputs = x->dims[1];
+  XLA_FFI_Buffer *x = argument(frame, 0), *y = result(frame, 0);
+  const long rows = x->dims[0], inputs = x->dims[1], blocks = rows * inputs / INPUTS;
   char *room = result(frame, 1)->data;
   const Blocks p = {
       .x = x->data,
       .row_scale = (float *)room,
-      .row_sum = (int32_t *)(room + rows * inputs / INPUTS * 4),
-      .rounded = (int8_t *)(room + rows * inputs / INPUTS * 12),
+      .row_sum = (int32_t *)(room + blocks * 4),
+      .row_shift = (float *)(room + blocks * 12),
+      .rounded = (int8_t *)(room + blocks * 20),
       .codes = argument(frame, 1)->data,
-      .scale = data[0],
-      .minimum = data[1],
-      .outer_scale = data[2],
-      .outer_minimum = data[3],
+      .scale = argument(frame, 2)->data,
+      .minimum = argument(frame, 3)->data,
+      .outer_scale = argument(frame, 4)->data,
+      .outer_minimum = argument(frame, 5)->data,
       .y = y->data,
       .rows = rows,
       .inputs = inputs,
       .outputs = y->dims[1],
-      .group = inputs / parts[0]->dims[1],
-      .outer = data[2] ? inputs / parts[2]->dims[1] : inputs,
   };
-  if (rounded) parallel_for(frame, (rows + 15) / 16, round_rows, &p);
+  if (rounded) parallel_for(frame, (rows + ROUNDED_AT_ONCE - 1) / ROUNDED_AT_ONCE, round_rows, &p);
   parallel_for(frame, (p.outputs / TILE + TILES - 1) / TILES, work, &p);
   return NULL;
 }
 
-#define BLOCKS(NAME, BITS, FINE, ROUNDED)                                                                      \
-  NOINLINE void blocks_##NAME(long piece, const void *values) { block_tiles(piece, values, BITS, FINE, ROUNDED); }      \
+#define BLOCKS(NAME, ROUNDED)                                                                                  \
+  NOINLINE void blocks_##NAME(long piece, const void *values) { block_tiles(piece, values, ROUNDED); }         \
   XLA_FFI_Error *failfast_blocks_##NAME(XLA_FFI_CallFrame *frame) { return block_product(frame, blocks_##NAME, ROUNDED); }
 
-BLOCKS(4_int8, 4, 0, 1) BLOCKS(8_int8, 8, 0, 1) BLOCKS(8_fine_int8, 8, 1, 1)
-BLOCKS(4_float32, 4, 0, 0) BLOCKS(8_float32, 8, 0, 0)
+BLOCKS(int8, 1) BLOCKS(float32, 0)
 #endif

@@ -38,7 +38,7 @@ PREFIX = "failfast_"
 _features = functools.cache(llvm.get_host_cpu_features)
 _engines: list[llvm.ExecutionEngine] = []
 """They own the compiled code, which XLA's programs call until the process ends."""
-_known: list[tuple[str, int, int]] = []
+_known: list[tuple[str, int]] = []
 _lock = threading.Lock()
 
 
@@ -60,28 +60,28 @@ def integer_lanes() -> int | None:
     return 8 if features.get("avx2") and features.get("fma") else None
 
 
-def call(kernel: str, *shapes: jax.ShapeDtypeStruct, head_dim: int = 0) -> Callable[..., list[jax.Array]]:
+def call(kernel: str, *shapes: jax.ShapeDtypeStruct, **constants: int) -> Callable[..., list[jax.Array]]:
     """A call of a kernel by its name in `cpu_kernels.c`, without prefix; `jax.vmap` makes it one call per element.
 
     Args:
       shapes: shapes and dtypes of the results.
-      head_dim: numbers of a head, for attention.
+      constants: by the names that the C file has for them; 0 if missing.
 
     Raises:
       FileNotFoundError: `vector_lanes()` is None; ask the kernel's `serves` or `refuses` first.
     """
     with _lock:
         lanes = integer_lanes() if kernel.startswith("blocks") else vector_lanes()
-        target = _registered(kernel, head_dim, lanes)
+        target = _registered(" ".join([kernel, *(f"{name}={constants[name]}" for name in sorted(constants))]), lanes)
     return jax.ffi.ffi_call(target, list(shapes), vmap_method="sequential")
 
 
-def registered() -> list[tuple[str, int, int]]:
-    """The kernels that XLA knows in this process."""
+def registered() -> list[tuple[str, int]]:
+    """The kernels that XLA knows in this process: name and constants, such as "blocks_int8 code_bits=4", and lanes."""
     return list(_known)
 
 
-def register(kernels: list[tuple[str, int, int]]) -> None:
+def register(kernels: list[tuple[str, int]]) -> None:
     """Makes kernels known to XLA that a program calls which another process compiled."""
     with _lock:
         for kernel in kernels:
@@ -89,8 +89,8 @@ def register(kernels: list[tuple[str, int, int]]) -> None:
 
 
 @functools.cache
-def _registered(kernel: str, head_dim: int, lanes: int) -> str:
-    """Compiles a kernel for vectors of `lanes` numbers, and returns the name by which XLA knows it."""
+def _registered(kernel: str, lanes: int) -> str:
+    """Compiles a kernel, named as in `registered`, for vectors of `lanes` numbers, and returns the name by which XLA knows it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
@@ -98,18 +98,25 @@ def _registered(kernel: str, head_dim: int, lanes: int) -> str:
     )
     text = importlib.resources.files(__package__).joinpath(f"cpu_kernels_{lanes}.ll").read_text(encoding="utf-8")
     # Other kernels are made internal, and go: compiling all of them takes seconds.
-    text = re.sub(rf"^define ptr @(?!{PREFIX}{kernel}\()", "define internal ptr @", text, flags=re.M)
-    text = text.replace("@head_dim = external constant i64", f"@head_dim = internal constant i64 {head_dim}")
+    function, *values = kernel.split()
+    text = re.sub(rf"^define ptr @(?!{PREFIX}{function}\()", "define internal ptr @", text, flags=re.M)
+    constants = dict(value.split("=") for value in values)
+    text = re.sub(
+        r"^@(\w+) = external constant i64",
+        lambda match: f"@{match[1]} = internal constant i64 {constants.get(match[1], 0)}",
+        text,
+        flags=re.M,
+    )
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(_object_code(text, machine)))
     engine.finalize_object()
     _engines.append(engine)
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    address = engine.get_function_address(PREFIX + kernel)
-    name = f"{PREFIX}{kernel}_{head_dim}_{lanes}"
+    address = engine.get_function_address(PREFIX + function)
+    name = re.sub(r"\W+", "_", f"{PREFIX}{kernel}_{lanes}")
     jax.ffi.register_ffi_target(name, capsule(address, None, None), platform="cpu")
-    _known.append((kernel, head_dim, lanes))
+    _known.append((kernel, lanes))
     return name
 
 

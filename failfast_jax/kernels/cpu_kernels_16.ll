@@ -16,11 +16,15 @@
 %struct.XLA_FFI_ThreadPool_Schedule_Args = type { i64, ptr, ptr, ptr, ptr }
 %struct.Product = type { ptr, ptr, ptr, i64, i64, i64 }
 %struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64 }
-%struct.Blocks = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64 }
+%struct.Blocks = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64 }
 %struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
 %union.anon = type { i32 }
 
 @head_dim = external constant i64, align 8
+@group = external constant i64, align 8
+@code_bits = external constant i64, align 8
+@has_minimum = external constant i64, align 8
+@outer = external constant i64, align 8
 
 define ptr @failfast_rms_norm(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
@@ -1011,11 +1015,11 @@ define internal void @attend_float16(i64 noundef %0, ptr noundef %1) #5 {
   ret void
 }
 
-define ptr @failfast_blocks_4_int8(ptr noundef %0) #0 {
+define ptr @failfast_blocks_int8(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
   store ptr %0, ptr %2, align 8
   %3 = load ptr, ptr %2, align 8
-  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_4_int8, i32 noundef 1)
+  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_int8, i32 noundef 1)
   ret ptr %4
 }
 
@@ -1026,322 +1030,184 @@ define internal ptr @block_product(ptr noundef %0, ptr noundef %1, i32 noundef %
   %7 = alloca i32, align 4
   %8 = alloca ptr, align 8
   %9 = alloca ptr, align 8
-  %10 = alloca [4 x ptr], align 16
-  %11 = alloca [4 x ptr], align 16
-  %12 = alloca i32, align 4
-  %13 = alloca i64, align 8
-  %14 = alloca i64, align 8
-  %15 = alloca ptr, align 8
-  %16 = alloca %struct.Blocks, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca ptr, align 8
+  %14 = alloca %struct.Blocks, align 8
   store ptr %0, ptr %5, align 8
   store ptr %1, ptr %6, align 8
   store i32 %2, ptr %7, align 4
-  %17 = load ptr, ptr %5, align 8
-  %18 = call i32 @is_registration(ptr noundef %17)
-  %19 = icmp ne i32 %18, 0
-  br i1 %19, label %20, label %21
+  %15 = load ptr, ptr %5, align 8
+  %16 = call i32 @is_registration(ptr noundef %15)
+  %17 = icmp ne i32 %16, 0
+  br i1 %17, label %18, label %19
 
-20:
+18:
   store ptr null, ptr %4, align 8
-  br label %174
+  br label %119
 
-21:
+19:
+  %20 = load ptr, ptr %5, align 8
+  %21 = call ptr @argument(ptr noundef %20, i64 noundef 0)
+  store ptr %21, ptr %8, align 8
   %22 = load ptr, ptr %5, align 8
-  %23 = call ptr @argument(ptr noundef %22, i64 noundef 0)
-  store ptr %23, ptr %8, align 8
-  %24 = load ptr, ptr %5, align 8
-  %25 = call ptr @result(ptr noundef %24, i64 noundef 0)
-  store ptr %25, ptr %9, align 8
-  store i32 0, ptr %12, align 4
-  br label %26
-
-26:
-  %27 = load i32, ptr %12, align 4
-  %28 = icmp slt i32 %27, 4
-  br i1 %28, label %30, label %29
-
-29:
-  br label %64
-
-30:
-  %31 = load ptr, ptr %5, align 8
-  %32 = load i32, ptr %12, align 4
-  %33 = add nsw i32 2, %32
-  %34 = sext i32 %33 to i64
-  %35 = call ptr @argument(ptr noundef %31, i64 noundef %34)
-  %36 = load i32, ptr %12, align 4
-  %37 = sext i32 %36 to i64
-  %38 = getelementptr inbounds [4 x ptr], ptr %10, i64 0, i64 %37
-  store ptr %35, ptr %38, align 8
-  %39 = load i32, ptr %12, align 4
-  %40 = sext i32 %39 to i64
-  %41 = getelementptr inbounds [4 x ptr], ptr %10, i64 0, i64 %40
-  %42 = load ptr, ptr %41, align 8
-  %43 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %42, i32 0, i32 5
-  %44 = load ptr, ptr %43, align 8
-  %45 = getelementptr inbounds i64, ptr %44, i64 0
-  %46 = load i64, ptr %45, align 8
-  %47 = icmp ne i64 %46, 0
-  br i1 %47, label %48, label %55
-
-48:
-  %49 = load i32, ptr %12, align 4
-  %50 = sext i32 %49 to i64
-  %51 = getelementptr inbounds [4 x ptr], ptr %10, i64 0, i64 %50
-  %52 = load ptr, ptr %51, align 8
-  %53 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %52, i32 0, i32 3
-  %54 = load ptr, ptr %53, align 8
-  br label %56
-
-55:
-  br label %56
-
-56:
-  %57 = phi ptr [ %54, %48 ], [ null, %55 ]
-  %58 = load i32, ptr %12, align 4
-  %59 = sext i32 %58 to i64
-  %60 = getelementptr inbounds [4 x ptr], ptr %11, i64 0, i64 %59
-  store ptr %57, ptr %60, align 8
-  br label %61
-
-61:
-  %62 = load i32, ptr %12, align 4
-  %63 = add nsw i32 %62, 1
-  store i32 %63, ptr %12, align 4
-  br label %26, !llvm.loop !15
-
-64:
-  %65 = load ptr, ptr %8, align 8
-  %66 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %65, i32 0, i32 5
+  %23 = call ptr @result(ptr noundef %22, i64 noundef 0)
+  store ptr %23, ptr %9, align 8
+  %24 = load ptr, ptr %8, align 8
+  %25 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %24, i32 0, i32 5
+  %26 = load ptr, ptr %25, align 8
+  %27 = getelementptr inbounds i64, ptr %26, i64 0
+  %28 = load i64, ptr %27, align 8
+  store i64 %28, ptr %10, align 8
+  %29 = load ptr, ptr %8, align 8
+  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 5
+  %31 = load ptr, ptr %30, align 8
+  %32 = getelementptr inbounds i64, ptr %31, i64 1
+  %33 = load i64, ptr %32, align 8
+  store i64 %33, ptr %11, align 8
+  %34 = load i64, ptr %10, align 8
+  %35 = load i64, ptr %11, align 8
+  %36 = mul nsw i64 %34, %35
+  %37 = sdiv i64 %36, 32
+  store i64 %37, ptr %12, align 8
+  %38 = load ptr, ptr %5, align 8
+  %39 = call ptr @result(ptr noundef %38, i64 noundef 1)
+  %40 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %39, i32 0, i32 3
+  %41 = load ptr, ptr %40, align 8
+  store ptr %41, ptr %13, align 8
+  %42 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 0
+  %43 = load ptr, ptr %8, align 8
+  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 3
+  %45 = load ptr, ptr %44, align 8
+  store ptr %45, ptr %42, align 8
+  %46 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 1
+  %47 = load ptr, ptr %13, align 8
+  %48 = load i64, ptr %12, align 8
+  %49 = mul nsw i64 %48, 20
+  %50 = getelementptr inbounds i8, ptr %47, i64 %49
+  store ptr %50, ptr %46, align 8
+  %51 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 2
+  %52 = load ptr, ptr %13, align 8
+  store ptr %52, ptr %51, align 8
+  %53 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 3
+  %54 = load ptr, ptr %13, align 8
+  %55 = load i64, ptr %12, align 8
+  %56 = mul nsw i64 %55, 4
+  %57 = getelementptr inbounds i8, ptr %54, i64 %56
+  store ptr %57, ptr %53, align 8
+  %58 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 4
+  %59 = load ptr, ptr %13, align 8
+  %60 = load i64, ptr %12, align 8
+  %61 = mul nsw i64 %60, 12
+  %62 = getelementptr inbounds i8, ptr %59, i64 %61
+  store ptr %62, ptr %58, align 8
+  %63 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 5
+  %64 = load ptr, ptr %5, align 8
+  %65 = call ptr @argument(ptr noundef %64, i64 noundef 1)
+  %66 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %65, i32 0, i32 3
   %67 = load ptr, ptr %66, align 8
-  %68 = getelementptr inbounds i64, ptr %67, i64 0
-  %69 = load i64, ptr %68, align 8
-  store i64 %69, ptr %13, align 8
-  %70 = load ptr, ptr %8, align 8
-  %71 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %70, i32 0, i32 5
+  store ptr %67, ptr %63, align 8
+  %68 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 6
+  %69 = load ptr, ptr %5, align 8
+  %70 = call ptr @argument(ptr noundef %69, i64 noundef 2)
+  %71 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %70, i32 0, i32 3
   %72 = load ptr, ptr %71, align 8
-  %73 = getelementptr inbounds i64, ptr %72, i64 1
-  %74 = load i64, ptr %73, align 8
-  store i64 %74, ptr %14, align 8
-  %75 = load ptr, ptr %5, align 8
-  %76 = call ptr @result(ptr noundef %75, i64 noundef 1)
-  %77 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %76, i32 0, i32 3
-  %78 = load ptr, ptr %77, align 8
-  store ptr %78, ptr %15, align 8
-  %79 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 0
-  %80 = load ptr, ptr %8, align 8
+  store ptr %72, ptr %68, align 8
+  %73 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 7
+  %74 = load ptr, ptr %5, align 8
+  %75 = call ptr @argument(ptr noundef %74, i64 noundef 3)
+  %76 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %75, i32 0, i32 3
+  %77 = load ptr, ptr %76, align 8
+  store ptr %77, ptr %73, align 8
+  %78 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 8
+  %79 = load ptr, ptr %5, align 8
+  %80 = call ptr @argument(ptr noundef %79, i64 noundef 4)
   %81 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %80, i32 0, i32 3
   %82 = load ptr, ptr %81, align 8
-  store ptr %82, ptr %79, align 8
-  %83 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 1
-  %84 = load ptr, ptr %15, align 8
-  %85 = load i64, ptr %13, align 8
-  %86 = load i64, ptr %14, align 8
-  %87 = mul nsw i64 %85, %86
-  %88 = sdiv i64 %87, 32
-  %89 = mul nsw i64 %88, 12
-  %90 = getelementptr inbounds i8, ptr %84, i64 %89
-  store ptr %90, ptr %83, align 8
-  %91 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 2
-  %92 = load ptr, ptr %15, align 8
-  store ptr %92, ptr %91, align 8
-  %93 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 3
-  %94 = load ptr, ptr %15, align 8
-  %95 = load i64, ptr %13, align 8
-  %96 = load i64, ptr %14, align 8
-  %97 = mul nsw i64 %95, %96
-  %98 = sdiv i64 %97, 32
-  %99 = mul nsw i64 %98, 4
-  %100 = getelementptr inbounds i8, ptr %94, i64 %99
-  store ptr %100, ptr %93, align 8
-  %101 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 4
-  %102 = load ptr, ptr %5, align 8
-  %103 = call ptr @argument(ptr noundef %102, i64 noundef 1)
-  %104 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %103, i32 0, i32 3
-  %105 = load ptr, ptr %104, align 8
-  store ptr %105, ptr %101, align 8
-  %106 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 5
-  %107 = getelementptr inbounds [4 x ptr], ptr %11, i64 0, i64 0
-  %108 = load ptr, ptr %107, align 16
-  store ptr %108, ptr %106, align 8
-  %109 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 6
-  %110 = getelementptr inbounds [4 x ptr], ptr %11, i64 0, i64 1
-  %111 = load ptr, ptr %110, align 8
-  store ptr %111, ptr %109, align 8
-  %112 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 7
-  %113 = getelementptr inbounds [4 x ptr], ptr %11, i64 0, i64 2
-  %114 = load ptr, ptr %113, align 16
-  store ptr %114, ptr %112, align 8
-  %115 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 8
-  %116 = getelementptr inbounds [4 x ptr], ptr %11, i64 0, i64 3
-  %117 = load ptr, ptr %116, align 8
-  store ptr %117, ptr %115, align 8
-  %118 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 9
-  %119 = load ptr, ptr %9, align 8
-  %120 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %119, i32 0, i32 3
-  %121 = load ptr, ptr %120, align 8
-  store ptr %121, ptr %118, align 8
-  %122 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 10
-  %123 = load i64, ptr %13, align 8
-  store i64 %123, ptr %122, align 8
-  %124 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 11
-  %125 = load i64, ptr %14, align 8
-  store i64 %125, ptr %124, align 8
-  %126 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 12
-  %127 = load ptr, ptr %9, align 8
-  %128 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %127, i32 0, i32 5
-  %129 = load ptr, ptr %128, align 8
-  %130 = getelementptr inbounds i64, ptr %129, i64 1
-  %131 = load i64, ptr %130, align 8
-  store i64 %131, ptr %126, align 8
-  %132 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 13
-  %133 = load i64, ptr %14, align 8
-  %134 = getelementptr inbounds [4 x ptr], ptr %10, i64 0, i64 0
-  %135 = load ptr, ptr %134, align 16
-  %136 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %135, i32 0, i32 5
-  %137 = load ptr, ptr %136, align 8
-  %138 = getelementptr inbounds i64, ptr %137, i64 1
-  %139 = load i64, ptr %138, align 8
-  %140 = sdiv i64 %133, %139
-  store i64 %140, ptr %132, align 8
-  %141 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 14
-  %142 = getelementptr inbounds [4 x ptr], ptr %11, i64 0, i64 2
-  %143 = load ptr, ptr %142, align 16
-  %144 = icmp ne ptr %143, null
-  br i1 %144, label %145, label %154
+  store ptr %82, ptr %78, align 8
+  %83 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 9
+  %84 = load ptr, ptr %5, align 8
+  %85 = call ptr @argument(ptr noundef %84, i64 noundef 5)
+  %86 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %85, i32 0, i32 3
+  %87 = load ptr, ptr %86, align 8
+  store ptr %87, ptr %83, align 8
+  %88 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 10
+  %89 = load ptr, ptr %9, align 8
+  %90 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %89, i32 0, i32 3
+  %91 = load ptr, ptr %90, align 8
+  store ptr %91, ptr %88, align 8
+  %92 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 11
+  %93 = load i64, ptr %10, align 8
+  store i64 %93, ptr %92, align 8
+  %94 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 12
+  %95 = load i64, ptr %11, align 8
+  store i64 %95, ptr %94, align 8
+  %96 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
+  %97 = load ptr, ptr %9, align 8
+  %98 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %97, i32 0, i32 5
+  %99 = load ptr, ptr %98, align 8
+  %100 = getelementptr inbounds i64, ptr %99, i64 1
+  %101 = load i64, ptr %100, align 8
+  store i64 %101, ptr %96, align 8
+  %102 = load i32, ptr %7, align 4
+  %103 = icmp ne i32 %102, 0
+  br i1 %103, label %104, label %110
 
-145:
-  %146 = load i64, ptr %14, align 8
-  %147 = getelementptr inbounds [4 x ptr], ptr %10, i64 0, i64 2
-  %148 = load ptr, ptr %147, align 16
-  %149 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %148, i32 0, i32 5
-  %150 = load ptr, ptr %149, align 8
-  %151 = getelementptr inbounds i64, ptr %150, i64 1
-  %152 = load i64, ptr %151, align 8
-  %153 = sdiv i64 %146, %152
-  br label %156
+104:
+  %105 = load ptr, ptr %5, align 8
+  %106 = load i64, ptr %10, align 8
+  %107 = add nsw i64 %106, 2
+  %108 = sub nsw i64 %107, 1
+  %109 = sdiv i64 %108, 2
+  call void @parallel_for(ptr noundef %105, i64 noundef %109, ptr noundef @round_rows, ptr noundef %14)
+  br label %110
 
-154:
-  %155 = load i64, ptr %14, align 8
-  br label %156
-
-156:
-  %157 = phi i64 [ %153, %145 ], [ %155, %154 ]
-  store i64 %157, ptr %141, align 8
-  %158 = load i32, ptr %7, align 4
-  %159 = icmp ne i32 %158, 0
-  br i1 %159, label %160, label %165
-
-160:
-  %161 = load ptr, ptr %5, align 8
-  %162 = load i64, ptr %13, align 8
-  %163 = add nsw i64 %162, 15
-  %164 = sdiv i64 %163, 16
-  call void @parallel_for(ptr noundef %161, i64 noundef %164, ptr noundef @round_rows, ptr noundef %16)
-  br label %165
-
-165:
-  %166 = load ptr, ptr %5, align 8
-  %167 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 12
-  %168 = load i64, ptr %167, align 8
-  %169 = sdiv i64 %168, 16
-  %170 = add nsw i64 %169, 3
-  %171 = sub nsw i64 %170, 1
-  %172 = sdiv i64 %171, 3
-  %173 = load ptr, ptr %6, align 8
-  call void @parallel_for(ptr noundef %166, i64 noundef %172, ptr noundef %173, ptr noundef %16)
+110:
+  %111 = load ptr, ptr %5, align 8
+  %112 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
+  %113 = load i64, ptr %112, align 8
+  %114 = sdiv i64 %113, 16
+  %115 = add nsw i64 %114, 3
+  %116 = sub nsw i64 %115, 1
+  %117 = sdiv i64 %116, 3
+  %118 = load ptr, ptr %6, align 8
+  call void @parallel_for(ptr noundef %111, i64 noundef %117, ptr noundef %118, ptr noundef %14)
   store ptr null, ptr %4, align 8
-  br label %174
+  br label %119
 
-174:
-  %175 = load ptr, ptr %4, align 8
-  ret ptr %175
+119:
+  %120 = load ptr, ptr %4, align 8
+  ret ptr %120
 }
 
-define internal void @blocks_4_int8(i64 noundef %0, ptr noundef %1) #5 {
+define internal void @blocks_int8(i64 noundef %0, ptr noundef %1) #5 {
   %3 = alloca i64, align 8
   %4 = alloca ptr, align 8
   store i64 %0, ptr %3, align 8
   store ptr %1, ptr %4, align 8
   %5 = load i64, ptr %3, align 8
   %6 = load ptr, ptr %4, align 8
-  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 4, i32 noundef 0, i32 noundef 1)
+  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 1)
   ret void
 }
 
-define ptr @failfast_blocks_8_int8(ptr noundef %0) #0 {
+define ptr @failfast_blocks_float32(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
   store ptr %0, ptr %2, align 8
   %3 = load ptr, ptr %2, align 8
-  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_8_int8, i32 noundef 1)
+  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_float32, i32 noundef 0)
   ret ptr %4
 }
 
-define internal void @blocks_8_int8(i64 noundef %0, ptr noundef %1) #5 {
+define internal void @blocks_float32(i64 noundef %0, ptr noundef %1) #5 {
   %3 = alloca i64, align 8
   %4 = alloca ptr, align 8
   store i64 %0, ptr %3, align 8
   store ptr %1, ptr %4, align 8
   %5 = load i64, ptr %3, align 8
   %6 = load ptr, ptr %4, align 8
-  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 8, i32 noundef 0, i32 noundef 1)
-  ret void
-}
-
-define ptr @failfast_blocks_8_fine_int8(ptr noundef %0) #0 {
-  %2 = alloca ptr, align 8
-  store ptr %0, ptr %2, align 8
-  %3 = load ptr, ptr %2, align 8
-  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_8_fine_int8, i32 noundef 1)
-  ret ptr %4
-}
-
-define internal void @blocks_8_fine_int8(i64 noundef %0, ptr noundef %1) #5 {
-  %3 = alloca i64, align 8
-  %4 = alloca ptr, align 8
-  store i64 %0, ptr %3, align 8
-  store ptr %1, ptr %4, align 8
-  %5 = load i64, ptr %3, align 8
-  %6 = load ptr, ptr %4, align 8
-  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 8, i32 noundef 1, i32 noundef 1)
-  ret void
-}
-
-define ptr @failfast_blocks_4_float32(ptr noundef %0) #0 {
-  %2 = alloca ptr, align 8
-  store ptr %0, ptr %2, align 8
-  %3 = load ptr, ptr %2, align 8
-  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_4_float32, i32 noundef 0)
-  ret ptr %4
-}
-
-define internal void @blocks_4_float32(i64 noundef %0, ptr noundef %1) #5 {
-  %3 = alloca i64, align 8
-  %4 = alloca ptr, align 8
-  store i64 %0, ptr %3, align 8
-  store ptr %1, ptr %4, align 8
-  %5 = load i64, ptr %3, align 8
-  %6 = load ptr, ptr %4, align 8
-  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 4, i32 noundef 0, i32 noundef 0)
-  ret void
-}
-
-define ptr @failfast_blocks_8_float32(ptr noundef %0) #0 {
-  %2 = alloca ptr, align 8
-  store ptr %0, ptr %2, align 8
-  %3 = load ptr, ptr %2, align 8
-  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_8_float32, i32 noundef 0)
-  ret ptr %4
-}
-
-define internal void @blocks_8_float32(i64 noundef %0, ptr noundef %1) #5 {
-  %3 = alloca i64, align 8
-  %4 = alloca ptr, align 8
-  store i64 %0, ptr %3, align 8
-  store ptr %1, ptr %4, align 8
-  %5 = load i64, ptr %3, align 8
-  %6 = load ptr, ptr %4, align 8
-  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 8, i32 noundef 0, i32 noundef 0)
+  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 0)
   ret void
 }
 
@@ -1484,7 +1350,7 @@ define internal void @take_pieces(ptr noundef %0) #1 {
   %29 = atomicrmw add ptr %27, i64 %28 release, align 8
   store i64 %29, ptr %7, align 8
   %30 = load i64, ptr %7, align 8
-  br label %8, !llvm.loop !16
+  br label %8, !llvm.loop !15
 
 31:
   ret void
@@ -1709,7 +1575,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %80 = load i32, ptr %9, align 4
   %81 = add nsw i32 %80, 1
   store i32 %81, ptr %9, align 4
-  br label %34, !llvm.loop !17
+  br label %34, !llvm.loop !16
 
 82:
   %83 = load i32, ptr %7, align 4
@@ -1722,7 +1588,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %87 = load i32, ptr %8, align 4
   %88 = sdiv i32 %87, 2
   store i32 %88, ptr %8, align 4
-  br label %29, !llvm.loop !19
+  br label %29, !llvm.loop !18
 
 89:
   %90 = load ptr, ptr %3, align 8
@@ -1742,7 +1608,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %101 = load i32, ptr %5, align 4
   %102 = add nsw i32 %101, 16
   store i32 %102, ptr %5, align 4
-  br label %12, !llvm.loop !20
+  br label %12, !llvm.loop !19
 
 103:
   ret void
@@ -1937,7 +1803,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %81 = load i64, ptr %11, align 8
   %82 = add nsw i64 %81, 8
   store i64 %82, ptr %11, align 8
-  br label %69, !llvm.loop !21
+  br label %69, !llvm.loop !20
 
 83:
   %84 = load ptr, ptr %5, align 8
@@ -2172,7 +2038,7 @@ define internal void @over_outputs(ptr noundef %0, i64 noundef %1, i64 noundef %
   %77 = load i64, ptr %17, align 8
   %78 = add nsw i64 %77, %76
   store i64 %78, ptr %17, align 8
-  br label %20, !llvm.loop !22
+  br label %20, !llvm.loop !21
 
 79:
   ret void
@@ -2256,7 +2122,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %44 = load i32, ptr %20, align 4
   %45 = add nsw i32 %44, 1
   store i32 %45, ptr %20, align 4
-  br label %32, !llvm.loop !23
+  br label %32, !llvm.loop !22
 
 46:
   %47 = load i32, ptr %17, align 4
@@ -2331,7 +2197,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %92 = load i32, ptr %25, align 4
   %93 = add nsw i32 %92, 1
   store i32 %93, ptr %25, align 4
-  br label %71, !llvm.loop !24
+  br label %71, !llvm.loop !23
 
 94:
   store i64 0, ptr %26, align 8
@@ -2364,7 +2230,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %112 = load i64, ptr %26, align 8
   %113 = add nsw i64 %112, 16
   store i64 %113, ptr %26, align 8
-  br label %95, !llvm.loop !25
+  br label %95, !llvm.loop !24
 
 114:
   br label %115
@@ -2374,7 +2240,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %117 = load i64, ptr %24, align 8
   %118 = add nsw i64 %117, %116
   store i64 %118, ptr %24, align 8
-  br label %66, !llvm.loop !26
+  br label %66, !llvm.loop !25
 
 119:
   br label %120
@@ -2401,7 +2267,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %134 = load i64, ptr %24, align 8
   %135 = add nsw i64 %134, 16
   store i64 %135, ptr %24, align 8
-  br label %120, !llvm.loop !27
+  br label %120, !llvm.loop !26
 
 136:
   %137 = getelementptr inbounds [40 x <16 x float>], ptr %19, i64 0, i64 0
@@ -2440,7 +2306,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %159 = load i32, ptr %28, align 4
   %160 = add nsw i32 %159, 16
   store i32 %160, ptr %28, align 4
-  br label %141, !llvm.loop !28
+  br label %141, !llvm.loop !27
 
 161:
   br label %162
@@ -2508,7 +2374,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %209 = load i32, ptr %29, align 4
   %210 = add nsw i32 %209, 1
   store i32 %210, ptr %29, align 4
-  br label %167, !llvm.loop !29
+  br label %167, !llvm.loop !28
 
 211:
   br label %212
@@ -2517,7 +2383,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %213 = load i64, ptr %24, align 8
   %214 = add nsw i64 %213, 1
   store i64 %214, ptr %24, align 8
-  br label %162, !llvm.loop !30
+  br label %162, !llvm.loop !29
 
 215:
   store i32 0, ptr %31, align 4
@@ -2559,7 +2425,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %242 = load i32, ptr %31, align 4
   %243 = add nsw i32 %242, 1
   store i32 %243, ptr %31, align 4
-  br label %216, !llvm.loop !31
+  br label %216, !llvm.loop !30
 
 244:
   ret void
@@ -2660,7 +2526,7 @@ define internal void @prefetch(ptr noundef %0, i64 noundef %1, i64 noundef %2) #
   %20 = load i64, ptr %7, align 8
   %21 = add nsw i64 %20, 64
   store i64 %21, ptr %7, align 8
-  br label %8, !llvm.loop !32
+  br label %8, !llvm.loop !31
 
 22:
   ret void
@@ -2723,7 +2589,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %44 = load i32, ptr %18, align 4
   %45 = add nsw i32 %44, 1
   store i32 %45, ptr %18, align 4
-  br label %23, !llvm.loop !33
+  br label %23, !llvm.loop !32
 
 46:
   store i32 0, ptr %19, align 4
@@ -2794,7 +2660,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %92 = load i32, ptr %22, align 4
   %93 = add nsw i32 %92, 1
   store i32 %93, ptr %22, align 4
-  br label %62, !llvm.loop !34
+  br label %62, !llvm.loop !33
 
 94:
   br label %95
@@ -2803,7 +2669,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %96 = load i32, ptr %19, align 4
   %97 = add nsw i32 %96, 1
   store i32 %97, ptr %19, align 4
-  br label %47, !llvm.loop !35
+  br label %47, !llvm.loop !34
 
 98:
   ret void
@@ -2971,7 +2837,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %82 = load i64, ptr %14, align 8
   %83 = add nsw i64 %82, 1
   store i64 %83, ptr %14, align 8
-  br label %72, !llvm.loop !36
+  br label %72, !llvm.loop !35
 
 84:
   store i64 0, ptr %15, align 8
@@ -3023,7 +2889,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %113 = load i64, ptr %15, align 8
   %114 = add nsw i64 %113, 1
   store i64 %114, ptr %15, align 8
-  br label %85, !llvm.loop !37
+  br label %85, !llvm.loop !36
 
 115:
   store i64 0, ptr %17, align 8
@@ -3114,7 +2980,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %179 = load i64, ptr %21, align 8
   %180 = add nsw i64 %179, 1
   store i64 %180, ptr %21, align 8
-  br label %159, !llvm.loop !38
+  br label %159, !llvm.loop !37
 
 181:
   %182 = load ptr, ptr %19, align 8
@@ -3133,7 +2999,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %192 = load i64, ptr %17, align 8
   %193 = add nsw i64 %192, 1
   store i64 %193, ptr %17, align 8
-  br label %116, !llvm.loop !39
+  br label %116, !llvm.loop !38
 
 194:
   %195 = load float, ptr %12, align 4
@@ -3183,7 +3049,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %221 = load i64, ptr %23, align 8
   %222 = add nsw i64 %221, 1
   store i64 %222, ptr %23, align 8
-  br label %199, !llvm.loop !40
+  br label %199, !llvm.loop !39
 
 223:
   br label %224
@@ -3192,7 +3058,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %225 = load i64, ptr %7, align 8
   %226 = add nsw i64 %225, 1
   store i64 %226, ptr %7, align 8
-  br label %31, !llvm.loop !41
+  br label %31, !llvm.loop !40
 
 227:
   ret void
@@ -3545,7 +3411,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %207 = load i64, ptr %27, align 8
   %208 = add nsw i64 %207, 1
   store i64 %208, ptr %27, align 8
-  br label %193, !llvm.loop !42
+  br label %193, !llvm.loop !41
 
 209:
   br label %210
@@ -3554,7 +3420,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %211 = load i64, ptr %26, align 8
   %212 = add nsw i64 %211, 1
   store i64 %212, ptr %26, align 8
-  br label %167, !llvm.loop !43
+  br label %167, !llvm.loop !42
 
 213:
   %214 = load i64, ptr %10, align 8
@@ -3646,7 +3512,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %287 = load i64, ptr %28, align 8
   %288 = add nsw i64 %287, 256
   store i64 %288, ptr %28, align 8
-  br label %218, !llvm.loop !44
+  br label %218, !llvm.loop !43
 
 289:
   br label %290
@@ -3655,7 +3521,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %291 = load i64, ptr %15, align 8
   %292 = add nsw i64 %291, 16
   store i64 %292, ptr %15, align 8
-  br label %114, !llvm.loop !45
+  br label %114, !llvm.loop !44
 
 293:
   ret void
@@ -3795,7 +3661,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   br label %104
 
 104:
-  br label %34, !llvm.loop !46
+  br label %34, !llvm.loop !45
 
 105:
   store i64 0, ptr %27, align 8
@@ -3891,7 +3757,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %173 = load i64, ptr %32, align 8
   %174 = add nsw i64 %173, 1
   store i64 %174, ptr %32, align 8
-  br label %155, !llvm.loop !47
+  br label %155, !llvm.loop !46
 
 175:
   br label %176
@@ -3900,7 +3766,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %177 = load i64, ptr %27, align 8
   %178 = add nsw i64 %177, 1
   store i64 %178, ptr %27, align 8
-  br label %106, !llvm.loop !48
+  br label %106, !llvm.loop !47
 
 179:
   store i64 0, ptr %33, align 8
@@ -4004,7 +3870,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   br label %250
 
 250:
-  br label %180, !llvm.loop !49
+  br label %180, !llvm.loop !48
 
 251:
   ret void
@@ -4092,7 +3958,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %57 = load i32, ptr %18, align 4
   %58 = add nsw i32 %57, 1
   store i32 %58, ptr %18, align 4
-  br label %46, !llvm.loop !50
+  br label %46, !llvm.loop !49
 
 59:
   store i64 0, ptr %19, align 8
@@ -4123,7 +3989,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %74 = load i64, ptr %19, align 8
   %75 = add nsw i64 %74, 16
   store i64 %75, ptr %19, align 8
-  br label %60, !llvm.loop !51
+  br label %60, !llvm.loop !50
 
 76:
   %77 = getelementptr inbounds [32 x <16 x float>], ptr %17, i64 0, i64 0
@@ -4161,7 +4027,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %97 = load i32, ptr %21, align 4
   %98 = add nsw i32 %97, 16
   store i32 %98, ptr %21, align 4
-  br label %80, !llvm.loop !52
+  br label %80, !llvm.loop !51
 
 99:
   %100 = load i64, ptr %13, align 8
@@ -4233,7 +4099,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %146 = load i32, ptr %23, align 4
   %147 = add nsw i32 %146, 1
   store i32 %147, ptr %23, align 4
-  br label %107, !llvm.loop !53
+  br label %107, !llvm.loop !52
 
 148:
   br label %149
@@ -4242,7 +4108,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %150 = load i64, ptr %22, align 8
   %151 = add nsw i64 %150, 1
   store i64 %151, ptr %22, align 8
-  br label %101, !llvm.loop !54
+  br label %101, !llvm.loop !53
 
 152:
   store i32 0, ptr %25, align 4
@@ -4283,7 +4149,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %177 = load i32, ptr %25, align 4
   %178 = add nsw i32 %177, 1
   store i32 %178, ptr %25, align 4
-  br label %153, !llvm.loop !55
+  br label %153, !llvm.loop !54
 
 179:
   br label %180
@@ -4292,7 +4158,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %181 = load i64, ptr %14, align 8
   %182 = add nsw i64 %181, 4
   store i64 %182, ptr %14, align 8
-  br label %28, !llvm.loop !56
+  br label %28, !llvm.loop !55
 
 183:
   ret void
@@ -4314,12 +4180,11 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %20 = alloca <16 x i32>, align 64
   %21 = alloca <16 x i32>, align 64
   %22 = alloca float, align 4
-  %23 = alloca i32, align 4
-  %24 = alloca i64, align 8
+  %23 = alloca i64, align 8
+  %24 = alloca <16 x i32>, align 64
   %25 = alloca <16 x i32>, align 64
-  %26 = alloca <16 x i32>, align 64
+  %26 = alloca <16 x float>, align 64
   %27 = alloca <16 x float>, align 64
-  %28 = alloca <16 x float>, align 64
   store ptr %0, ptr %8, align 8
   store i64 %1, ptr %9, align 8
   store i64 %2, ptr %10, align 8
@@ -4328,214 +4193,173 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   store float %5, ptr %13, align 4
   store ptr %6, ptr %14, align 8
   store i32 0, ptr %16, align 4
-  br label %29
+  br label %28
 
-29:
-  %30 = load i32, ptr %16, align 4
-  %31 = icmp slt i32 %30, 16
-  br i1 %31, label %33, label %32
+28:
+  %29 = load i32, ptr %16, align 4
+  %30 = icmp slt i32 %29, 16
+  br i1 %30, label %32, label %31
+
+31:
+  br label %40
 
 32:
-  br label %41
-
-33:
+  %33 = load i32, ptr %16, align 4
   %34 = load i32, ptr %16, align 4
-  %35 = load i32, ptr %16, align 4
-  %36 = load <16 x i32>, ptr %15, align 64
-  %37 = insertelement <16 x i32> %36, i32 %34, i32 %35
-  store <16 x i32> %37, ptr %15, align 64
-  br label %38
+  %35 = load <16 x i32>, ptr %15, align 64
+  %36 = insertelement <16 x i32> %35, i32 %33, i32 %34
+  store <16 x i32> %36, ptr %15, align 64
+  br label %37
 
-38:
-  %39 = load i32, ptr %16, align 4
-  %40 = add nsw i32 %39, 1
-  store i32 %40, ptr %16, align 4
-  br label %29, !llvm.loop !57
+37:
+  %38 = load i32, ptr %16, align 4
+  %39 = add nsw i32 %38, 1
+  store i32 %39, ptr %16, align 4
+  br label %28, !llvm.loop !56
 
-41:
-  %42 = load float, ptr %13, align 4
-  %43 = insertelement <16 x float> poison, float %42, i64 0
-  %44 = shufflevector <16 x float> %43, <16 x float> poison, <16 x i32> zeroinitializer
-  store <16 x float> %44, ptr %17, align 64
+40:
+  %41 = load float, ptr %13, align 4
+  %42 = insertelement <16 x float> poison, float %41, i64 0
+  %43 = shufflevector <16 x float> %42, <16 x float> poison, <16 x i32> zeroinitializer
+  store <16 x float> %43, ptr %17, align 64
   store <16 x float> zeroinitializer, ptr %18, align 64
   store i64 0, ptr %19, align 8
-  br label %45
+  br label %44
 
-45:
-  %46 = load i64, ptr %19, align 8
-  %47 = load i64, ptr %10, align 8
-  %48 = icmp slt i64 %46, %47
-  br i1 %48, label %50, label %49
+44:
+  %45 = load i64, ptr %19, align 8
+  %46 = load i64, ptr %10, align 8
+  %47 = icmp slt i64 %45, %46
+  br i1 %47, label %49, label %48
+
+48:
+  br label %83
 
 49:
-  br label %84
+  %50 = load <16 x i32>, ptr %15, align 64
+  %51 = load i64, ptr %9, align 8
+  %52 = load i64, ptr %19, align 8
+  %53 = add nsw i64 %51, %52
+  %54 = trunc i64 %53 to i32
+  %55 = insertelement <16 x i32> poison, i32 %54, i64 0
+  %56 = shufflevector <16 x i32> %55, <16 x i32> poison, <16 x i32> zeroinitializer
+  %57 = add <16 x i32> %50, %56
+  store <16 x i32> %57, ptr %20, align 64
+  %58 = load <16 x i32>, ptr %20, align 64
+  %59 = load i32, ptr %11, align 4
+  %60 = insertelement <16 x i32> poison, i32 %59, i64 0
+  %61 = shufflevector <16 x i32> %60, <16 x i32> poison, <16 x i32> zeroinitializer
+  %62 = icmp sge <16 x i32> %58, %61
+  %63 = sext <16 x i1> %62 to <16 x i32>
+  %64 = load <16 x i32>, ptr %20, align 64
+  %65 = load i32, ptr %12, align 4
+  %66 = insertelement <16 x i32> poison, i32 %65, i64 0
+  %67 = shufflevector <16 x i32> %66, <16 x i32> poison, <16 x i32> zeroinitializer
+  %68 = icmp sle <16 x i32> %64, %67
+  %69 = sext <16 x i1> %68 to <16 x i32>
+  %70 = and <16 x i32> %63, %69
+  store <16 x i32> %70, ptr %21, align 64
+  %71 = load <16 x float>, ptr %17, align 64
+  %72 = load <16 x i32>, ptr %21, align 64
+  %73 = load ptr, ptr %8, align 8
+  %74 = load i64, ptr %19, align 8
+  %75 = getelementptr inbounds float, ptr %73, i64 %74
+  %76 = call <16 x float> @load(ptr noundef %75, i32 noundef 0)
+  %77 = icmp slt <16 x i32> %72, zeroinitializer
+  %78 = select <16 x i1> %77, <16 x float> %76, <16 x float> splat (float 0xC6293E5940000000)
+  %79 = call <16 x float> @larger(<16 x float> noundef %71, <16 x float> noundef %78)
+  store <16 x float> %79, ptr %17, align 64
+  br label %80
 
-50:
-  %51 = load <16 x i32>, ptr %15, align 64
-  %52 = load i64, ptr %9, align 8
-  %53 = load i64, ptr %19, align 8
-  %54 = add nsw i64 %52, %53
-  %55 = trunc i64 %54 to i32
-  %56 = insertelement <16 x i32> poison, i32 %55, i64 0
-  %57 = shufflevector <16 x i32> %56, <16 x i32> poison, <16 x i32> zeroinitializer
-  %58 = add <16 x i32> %51, %57
-  store <16 x i32> %58, ptr %20, align 64
-  %59 = load <16 x i32>, ptr %20, align 64
-  %60 = load i32, ptr %11, align 4
-  %61 = insertelement <16 x i32> poison, i32 %60, i64 0
-  %62 = shufflevector <16 x i32> %61, <16 x i32> poison, <16 x i32> zeroinitializer
-  %63 = icmp sge <16 x i32> %59, %62
-  %64 = sext <16 x i1> %63 to <16 x i32>
-  %65 = load <16 x i32>, ptr %20, align 64
-  %66 = load i32, ptr %12, align 4
-  %67 = insertelement <16 x i32> poison, i32 %66, i64 0
-  %68 = shufflevector <16 x i32> %67, <16 x i32> poison, <16 x i32> zeroinitializer
-  %69 = icmp sle <16 x i32> %65, %68
-  %70 = sext <16 x i1> %69 to <16 x i32>
-  %71 = and <16 x i32> %64, %70
-  store <16 x i32> %71, ptr %21, align 64
-  %72 = load <16 x float>, ptr %17, align 64
-  %73 = load <16 x i32>, ptr %21, align 64
-  %74 = load ptr, ptr %8, align 8
-  %75 = load i64, ptr %19, align 8
-  %76 = getelementptr inbounds float, ptr %74, i64 %75
-  %77 = call <16 x float> @load(ptr noundef %76, i32 noundef 0)
-  %78 = icmp slt <16 x i32> %73, zeroinitializer
-  %79 = select <16 x i1> %78, <16 x float> %77, <16 x float> splat (float 0xC6293E5940000000)
-  %80 = call <16 x float> @larger(<16 x float> noundef %72, <16 x float> noundef %79)
-  store <16 x float> %80, ptr %17, align 64
-  br label %81
+80:
+  %81 = load i64, ptr %19, align 8
+  %82 = add nsw i64 %81, 16
+  store i64 %82, ptr %19, align 8
+  br label %44, !llvm.loop !57
 
-81:
-  %82 = load i64, ptr %19, align 8
-  %83 = add nsw i64 %82, 16
-  store i64 %83, ptr %19, align 8
-  br label %45, !llvm.loop !58
+83:
+  %84 = load <16 x float>, ptr %17, align 64
+  %85 = call float @largest(<16 x float> noundef %84)
+  store float %85, ptr %22, align 4
+  store i64 0, ptr %23, align 8
+  br label %86
 
-84:
-  %85 = load <16 x float>, ptr %17, align 64
-  %86 = extractelement <16 x float> %85, i32 0
-  store float %86, ptr %22, align 4
-  store i32 1, ptr %23, align 4
-  br label %87
-
-87:
-  %88 = load i32, ptr %23, align 4
-  %89 = icmp slt i32 %88, 16
+86:
+  %87 = load i64, ptr %23, align 8
+  %88 = load i64, ptr %10, align 8
+  %89 = icmp slt i64 %87, %88
   br i1 %89, label %91, label %90
 
 90:
-  br label %108
+  br label %140
 
 91:
-  %92 = load <16 x float>, ptr %17, align 64
-  %93 = load i32, ptr %23, align 4
-  %94 = extractelement <16 x float> %92, i32 %93
-  %95 = load float, ptr %22, align 4
-  %96 = fcmp ogt float %94, %95
-  br i1 %96, label %97, label %101
+  %92 = load <16 x i32>, ptr %15, align 64
+  %93 = load i64, ptr %9, align 8
+  %94 = load i64, ptr %23, align 8
+  %95 = add nsw i64 %93, %94
+  %96 = trunc i64 %95 to i32
+  %97 = insertelement <16 x i32> poison, i32 %96, i64 0
+  %98 = shufflevector <16 x i32> %97, <16 x i32> poison, <16 x i32> zeroinitializer
+  %99 = add <16 x i32> %92, %98
+  store <16 x i32> %99, ptr %24, align 64
+  %100 = load <16 x i32>, ptr %24, align 64
+  %101 = load i32, ptr %11, align 4
+  %102 = insertelement <16 x i32> poison, i32 %101, i64 0
+  %103 = shufflevector <16 x i32> %102, <16 x i32> poison, <16 x i32> zeroinitializer
+  %104 = icmp sge <16 x i32> %100, %103
+  %105 = sext <16 x i1> %104 to <16 x i32>
+  %106 = load <16 x i32>, ptr %24, align 64
+  %107 = load i32, ptr %12, align 4
+  %108 = insertelement <16 x i32> poison, i32 %107, i64 0
+  %109 = shufflevector <16 x i32> %108, <16 x i32> poison, <16 x i32> zeroinitializer
+  %110 = icmp sle <16 x i32> %106, %109
+  %111 = sext <16 x i1> %110 to <16 x i32>
+  %112 = and <16 x i32> %105, %111
+  store <16 x i32> %112, ptr %25, align 64
+  %113 = load ptr, ptr %8, align 8
+  %114 = load i64, ptr %23, align 8
+  %115 = getelementptr inbounds float, ptr %113, i64 %114
+  %116 = call <16 x float> @load(ptr noundef %115, i32 noundef 0)
+  store <16 x float> %116, ptr %26, align 64
+  %117 = load <16 x i32>, ptr %25, align 64
+  %118 = load <16 x float>, ptr %26, align 64
+  %119 = load float, ptr %22, align 4
+  %120 = insertelement <16 x float> poison, float %119, i64 0
+  %121 = shufflevector <16 x float> %120, <16 x float> poison, <16 x i32> zeroinitializer
+  %122 = fsub <16 x float> %118, %121
+  %123 = call <16 x float> @exponential(<16 x float> noundef %122)
+  %124 = load <16 x float>, ptr %26, align 64
+  %125 = load <16 x float>, ptr %26, align 64
+  %126 = fsub <16 x float> %124, %125
+  %127 = fadd <16 x float> %123, %126
+  %128 = icmp slt <16 x i32> %117, zeroinitializer
+  %129 = select <16 x i1> %128, <16 x float> %127, <16 x float> zeroinitializer
+  store <16 x float> %129, ptr %27, align 64
+  %130 = load ptr, ptr %8, align 8
+  %131 = load i64, ptr %23, align 8
+  %132 = getelementptr inbounds float, ptr %130, i64 %131
+  %133 = load <16 x float>, ptr %27, align 64
+  call void @store(ptr noundef %132, <16 x float> noundef %133)
+  %134 = load <16 x float>, ptr %27, align 64
+  %135 = load <16 x float>, ptr %18, align 64
+  %136 = fadd <16 x float> %135, %134
+  store <16 x float> %136, ptr %18, align 64
+  br label %137
 
-97:
-  %98 = load <16 x float>, ptr %17, align 64
-  %99 = load i32, ptr %23, align 4
-  %100 = extractelement <16 x float> %98, i32 %99
-  br label %103
+137:
+  %138 = load i64, ptr %23, align 8
+  %139 = add nsw i64 %138, 16
+  store i64 %139, ptr %23, align 8
+  br label %86, !llvm.loop !58
 
-101:
-  %102 = load float, ptr %22, align 4
-  br label %103
-
-103:
-  %104 = phi float [ %100, %97 ], [ %102, %101 ]
-  store float %104, ptr %22, align 4
-  br label %105
-
-105:
-  %106 = load i32, ptr %23, align 4
-  %107 = add nsw i32 %106, 1
-  store i32 %107, ptr %23, align 4
-  br label %87, !llvm.loop !59
-
-108:
-  store i64 0, ptr %24, align 8
-  br label %109
-
-109:
-  %110 = load i64, ptr %24, align 8
-  %111 = load i64, ptr %10, align 8
-  %112 = icmp slt i64 %110, %111
-  br i1 %112, label %114, label %113
-
-113:
-  br label %163
-
-114:
-  %115 = load <16 x i32>, ptr %15, align 64
-  %116 = load i64, ptr %9, align 8
-  %117 = load i64, ptr %24, align 8
-  %118 = add nsw i64 %116, %117
-  %119 = trunc i64 %118 to i32
-  %120 = insertelement <16 x i32> poison, i32 %119, i64 0
-  %121 = shufflevector <16 x i32> %120, <16 x i32> poison, <16 x i32> zeroinitializer
-  %122 = add <16 x i32> %115, %121
-  store <16 x i32> %122, ptr %25, align 64
-  %123 = load <16 x i32>, ptr %25, align 64
-  %124 = load i32, ptr %11, align 4
-  %125 = insertelement <16 x i32> poison, i32 %124, i64 0
-  %126 = shufflevector <16 x i32> %125, <16 x i32> poison, <16 x i32> zeroinitializer
-  %127 = icmp sge <16 x i32> %123, %126
-  %128 = sext <16 x i1> %127 to <16 x i32>
-  %129 = load <16 x i32>, ptr %25, align 64
-  %130 = load i32, ptr %12, align 4
-  %131 = insertelement <16 x i32> poison, i32 %130, i64 0
-  %132 = shufflevector <16 x i32> %131, <16 x i32> poison, <16 x i32> zeroinitializer
-  %133 = icmp sle <16 x i32> %129, %132
-  %134 = sext <16 x i1> %133 to <16 x i32>
-  %135 = and <16 x i32> %128, %134
-  store <16 x i32> %135, ptr %26, align 64
-  %136 = load ptr, ptr %8, align 8
-  %137 = load i64, ptr %24, align 8
-  %138 = getelementptr inbounds float, ptr %136, i64 %137
-  %139 = call <16 x float> @load(ptr noundef %138, i32 noundef 0)
-  store <16 x float> %139, ptr %27, align 64
-  %140 = load <16 x i32>, ptr %26, align 64
-  %141 = load <16 x float>, ptr %27, align 64
-  %142 = load float, ptr %22, align 4
-  %143 = insertelement <16 x float> poison, float %142, i64 0
-  %144 = shufflevector <16 x float> %143, <16 x float> poison, <16 x i32> zeroinitializer
-  %145 = fsub <16 x float> %141, %144
-  %146 = call <16 x float> @exponential(<16 x float> noundef %145)
-  %147 = load <16 x float>, ptr %27, align 64
-  %148 = load <16 x float>, ptr %27, align 64
-  %149 = fsub <16 x float> %147, %148
-  %150 = fadd <16 x float> %146, %149
-  %151 = icmp slt <16 x i32> %140, zeroinitializer
-  %152 = select <16 x i1> %151, <16 x float> %150, <16 x float> zeroinitializer
-  store <16 x float> %152, ptr %28, align 64
-  %153 = load ptr, ptr %8, align 8
-  %154 = load i64, ptr %24, align 8
-  %155 = getelementptr inbounds float, ptr %153, i64 %154
-  %156 = load <16 x float>, ptr %28, align 64
-  call void @store(ptr noundef %155, <16 x float> noundef %156)
-  %157 = load <16 x float>, ptr %28, align 64
-  %158 = load <16 x float>, ptr %18, align 64
-  %159 = fadd <16 x float> %158, %157
-  store <16 x float> %159, ptr %18, align 64
-  br label %160
-
-160:
-  %161 = load i64, ptr %24, align 8
-  %162 = add nsw i64 %161, 16
-  store i64 %162, ptr %24, align 8
-  br label %109, !llvm.loop !60
-
-163:
-  %164 = load <16 x float>, ptr %18, align 64
-  %165 = call float @sum(<16 x float> noundef %164)
-  %166 = load ptr, ptr %14, align 8
-  store float %165, ptr %166, align 4
-  %167 = load float, ptr %22, align 4
-  ret float %167
+140:
+  %141 = load <16 x float>, ptr %18, align 64
+  %142 = call float @sum(<16 x float> noundef %141)
+  %143 = load ptr, ptr %14, align 8
+  store float %142, ptr %143, align 4
+  %144 = load float, ptr %22, align 4
+  ret float %144
 }
 
 define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #1 {
@@ -4584,7 +4408,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %35 = load i64, ptr %13, align 8
   %36 = add nsw i64 %35, 64
   store i64 %36, ptr %13, align 8
-  br label %17, !llvm.loop !61
+  br label %17, !llvm.loop !59
 
 37:
   br label %38
@@ -4615,7 +4439,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %56 = load i64, ptr %13, align 8
   %57 = add nsw i64 %56, 16
   store i64 %57, ptr %13, align 8
-  br label %38, !llvm.loop !62
+  br label %38, !llvm.loop !60
 
 58:
   br label %59
@@ -4698,7 +4522,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %113 = load i64, ptr %16, align 8
   %114 = add nsw i64 %113, 1
   store i64 %114, ptr %16, align 8
-  br label %70, !llvm.loop !63
+  br label %70, !llvm.loop !61
 
 115:
   br label %116
@@ -4707,7 +4531,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %117 = load i32, ptr %14, align 4
   %118 = add nsw i32 %117, 1
   store i32 %118, ptr %14, align 4
-  br label %64, !llvm.loop !64
+  br label %64, !llvm.loop !62
 
 119:
   br label %120
@@ -4716,10 +4540,63 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %121 = load i64, ptr %13, align 8
   %122 = add nsw i64 %121, 1
   store i64 %122, ptr %13, align 8
-  br label %59, !llvm.loop !65
+  br label %59, !llvm.loop !63
 
 123:
   ret void
+}
+
+define internal float @largest(<16 x float> noundef %0) #10 {
+  %2 = alloca <16 x float>, align 64
+  %3 = alloca float, align 4
+  %4 = alloca i32, align 4
+  store <16 x float> %0, ptr %2, align 64
+  %5 = load <16 x float>, ptr %2, align 64
+  %6 = extractelement <16 x float> %5, i32 0
+  store float %6, ptr %3, align 4
+  store i32 1, ptr %4, align 4
+  br label %7
+
+7:
+  %8 = load i32, ptr %4, align 4
+  %9 = icmp slt i32 %8, 16
+  br i1 %9, label %11, label %10
+
+10:
+  br label %28
+
+11:
+  %12 = load <16 x float>, ptr %2, align 64
+  %13 = load i32, ptr %4, align 4
+  %14 = extractelement <16 x float> %12, i32 %13
+  %15 = load float, ptr %3, align 4
+  %16 = fcmp ogt float %14, %15
+  br i1 %16, label %17, label %21
+
+17:
+  %18 = load <16 x float>, ptr %2, align 64
+  %19 = load i32, ptr %4, align 4
+  %20 = extractelement <16 x float> %18, i32 %19
+  br label %23
+
+21:
+  %22 = load float, ptr %3, align 4
+  br label %23
+
+23:
+  %24 = phi float [ %20, %17 ], [ %22, %21 ]
+  store float %24, ptr %3, align 4
+  br label %25
+
+25:
+  %26 = load i32, ptr %4, align 4
+  %27 = add nsw i32 %26, 1
+  store i32 %27, ptr %4, align 4
+  br label %7, !llvm.loop !64
+
+28:
+  %29 = load float, ptr %3, align 4
+  ret float %29
 }
 
 define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #10 {
@@ -4786,7 +4663,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %51 = load i32, ptr %16, align 4
   %52 = add nsw i32 %51, 1
   store i32 %52, ptr %16, align 4
-  br label %24, !llvm.loop !66
+  br label %24, !llvm.loop !65
 
 53:
   store i64 0, ptr %17, align 8
@@ -4889,7 +4766,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %121 = load i32, ptr %22, align 4
   %122 = add nsw i32 %121, 1
   store i32 %122, ptr %22, align 4
-  br label %87, !llvm.loop !67
+  br label %87, !llvm.loop !66
 
 123:
   br label %124
@@ -4898,7 +4775,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %125 = load i32, ptr %20, align 4
   %126 = add nsw i32 %125, 1
   store i32 %126, ptr %20, align 4
-  br label %73, !llvm.loop !68
+  br label %73, !llvm.loop !67
 
 127:
   br label %128
@@ -4907,7 +4784,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %129 = load i64, ptr %17, align 8
   %130 = add nsw i64 %129, 1
   store i64 %130, ptr %17, align 8
-  br label %54, !llvm.loop !69
+  br label %54, !llvm.loop !68
 
 131:
   store i32 0, ptr %23, align 4
@@ -4951,7 +4828,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %159 = load i32, ptr %23, align 4
   %160 = add nsw i32 %159, 1
   store i32 %160, ptr %23, align 4
-  br label %132, !llvm.loop !70
+  br label %132, !llvm.loop !69
 
 161:
   ret void
@@ -4962,1600 +4839,1533 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #4 {
   %4 = alloca ptr, align 8
   %5 = alloca ptr, align 8
   %6 = alloca i64, align 8
-  %7 = alloca i32, align 4
+  %7 = alloca i64, align 8
   %8 = alloca i64, align 8
-  %9 = alloca ptr, align 8
-  %10 = alloca <16 x float>, align 64
+  %9 = alloca i32, align 4
+  %10 = alloca ptr, align 8
   %11 = alloca <16 x float>, align 64
-  %12 = alloca i32, align 4
-  %13 = alloca float, align 4
+  %12 = alloca [16 x <16 x float>], align 64
+  %13 = alloca i32, align 4
   %14 = alloca i32, align 4
-  %15 = alloca float, align 4
-  %16 = alloca ptr, align 8
-  %17 = alloca i32, align 4
+  %15 = alloca <16 x float>, align 64
+  %16 = alloca float, align 4
+  %17 = alloca float, align 4
   %18 = alloca i32, align 4
-  %19 = alloca i32, align 4
-  %20 = alloca float, align 4
+  %19 = alloca <16 x float>, align 64
+  %20 = alloca i32, align 4
+  %21 = alloca i32, align 4
+  %22 = alloca float, align 4
   store i64 %0, ptr %3, align 8
   store ptr %1, ptr %4, align 8
-  %21 = load ptr, ptr %4, align 8
-  store ptr %21, ptr %5, align 8
-  %22 = load i64, ptr %3, align 8
-  %23 = mul nsw i64 %22, 16
-  store i64 %23, ptr %6, align 8
-  br label %24
+  %23 = load ptr, ptr %4, align 8
+  store ptr %23, ptr %5, align 8
+  %24 = load ptr, ptr %5, align 8
+  %25 = getelementptr inbounds nuw %struct.Blocks, ptr %24, i32 0, i32 12
+  %26 = load i64, ptr %25, align 8
+  %27 = sdiv i64 %26, 32
+  store i64 %27, ptr %6, align 8
+  %28 = load i64, ptr %3, align 8
+  %29 = add nsw i64 %28, 1
+  %30 = mul nsw i64 %29, 2
+  %31 = load ptr, ptr %5, align 8
+  %32 = getelementptr inbounds nuw %struct.Blocks, ptr %31, i32 0, i32 11
+  %33 = load i64, ptr %32, align 8
+  %34 = call i64 @least(i64 noundef %30, i64 noundef %33)
+  store i64 %34, ptr %7, align 8
+  %35 = load i64, ptr %3, align 8
+  %36 = mul nsw i64 %35, 2
+  %37 = load i64, ptr %6, align 8
+  %38 = mul nsw i64 %36, %37
+  store i64 %38, ptr %8, align 8
+  br label %39
 
-24:
-  %25 = load i64, ptr %6, align 8
-  %26 = load i64, ptr %3, align 8
-  %27 = mul nsw i64 %26, 16
-  %28 = add nsw i64 %27, 16
-  %29 = load ptr, ptr %5, align 8
-  %30 = getelementptr inbounds nuw %struct.Blocks, ptr %29, i32 0, i32 10
-  %31 = load i64, ptr %30, align 8
-  %32 = call i64 @least(i64 noundef %28, i64 noundef %31)
-  %33 = icmp slt i64 %25, %32
-  br i1 %33, label %35, label %34
+39:
+  %40 = load i64, ptr %8, align 8
+  %41 = load i64, ptr %7, align 8
+  %42 = load i64, ptr %6, align 8
+  %43 = mul nsw i64 %41, %42
+  %44 = icmp slt i64 %40, %43
+  br i1 %44, label %46, label %45
 
-34:
-  store i32 2, ptr %7, align 4
-  br label %222
+45:
+  store i32 2, ptr %9, align 4
+  br label %221
 
-35:
-  store i64 0, ptr %8, align 8
-  br label %36
-
-36:
-  %37 = load i64, ptr %8, align 8
-  %38 = load ptr, ptr %5, align 8
-  %39 = getelementptr inbounds nuw %struct.Blocks, ptr %38, i32 0, i32 11
-  %40 = load i64, ptr %39, align 8
-  %41 = icmp slt i64 %37, %40
-  br i1 %41, label %43, label %42
-
-42:
-  store i32 5, ptr %7, align 4
-  br label %218
-
-43:
-  %44 = load ptr, ptr %5, align 8
-  %45 = getelementptr inbounds nuw %struct.Blocks, ptr %44, i32 0, i32 0
-  %46 = load ptr, ptr %45, align 8
-  %47 = load i64, ptr %6, align 8
-  %48 = load ptr, ptr %5, align 8
-  %49 = getelementptr inbounds nuw %struct.Blocks, ptr %48, i32 0, i32 11
-  %50 = load i64, ptr %49, align 8
-  %51 = mul nsw i64 %47, %50
-  %52 = getelementptr inbounds float, ptr %46, i64 %51
-  %53 = load i64, ptr %8, align 8
-  %54 = getelementptr inbounds float, ptr %52, i64 %53
-  store ptr %54, ptr %9, align 8
-  store <16 x float> zeroinitializer, ptr %10, align 64
+46:
+  %47 = load ptr, ptr %5, align 8
+  %48 = getelementptr inbounds nuw %struct.Blocks, ptr %47, i32 0, i32 0
+  %49 = load ptr, ptr %48, align 8
+  %50 = load i64, ptr %8, align 8
+  %51 = mul nsw i64 %50, 32
+  %52 = getelementptr inbounds float, ptr %49, i64 %51
+  store ptr %52, ptr %10, align 8
   store <16 x float> zeroinitializer, ptr %11, align 64
-  store i32 0, ptr %12, align 4
-  br label %55
+  store i32 0, ptr %13, align 4
+  br label %53
 
-55:
-  %56 = load i32, ptr %12, align 4
-  %57 = icmp slt i32 %56, 32
-  br i1 %57, label %59, label %58
+53:
+  %54 = load i32, ptr %13, align 4
+  %55 = icmp slt i32 %54, 3
+  br i1 %55, label %57, label %56
 
-58:
-  store i32 8, ptr %7, align 4
-  br label %84
+56:
+  store i32 5, ptr %9, align 4
+  br label %64
 
-59:
-  %60 = load <16 x float>, ptr %10, align 64
-  %61 = load ptr, ptr %9, align 8
-  %62 = load i32, ptr %12, align 4
-  %63 = sext i32 %62 to i64
-  %64 = getelementptr inbounds float, ptr %61, i64 %63
-  %65 = call <16 x float> @load(ptr noundef %64, i32 noundef 0)
-  %66 = call <16 x float> @llvm.fabs.v16f32(<16 x float> %65)
-  %67 = call <16 x float> @larger(<16 x float> noundef %60, <16 x float> noundef %66)
-  store <16 x float> %67, ptr %10, align 64
-  %68 = load ptr, ptr %9, align 8
-  %69 = load i32, ptr %12, align 4
-  %70 = sext i32 %69 to i64
-  %71 = getelementptr inbounds float, ptr %68, i64 %70
-  %72 = call <16 x float> @load(ptr noundef %71, i32 noundef 0)
-  %73 = load ptr, ptr %9, align 8
-  %74 = load i32, ptr %12, align 4
-  %75 = sext i32 %74 to i64
-  %76 = getelementptr inbounds float, ptr %73, i64 %75
-  %77 = call <16 x float> @load(ptr noundef %76, i32 noundef 0)
-  %78 = fsub <16 x float> %72, %77
-  %79 = load <16 x float>, ptr %11, align 64
-  %80 = fadd <16 x float> %79, %78
-  store <16 x float> %80, ptr %11, align 64
-  br label %81
+57:
+  %58 = load i32, ptr %13, align 4
+  %59 = sext i32 %58 to i64
+  %60 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 %59
+  store <16 x float> zeroinitializer, ptr %60, align 64
+  br label %61
 
-81:
-  %82 = load i32, ptr %12, align 4
-  %83 = add nsw i32 %82, 16
-  store i32 %83, ptr %12, align 4
-  br label %55, !llvm.loop !71
+61:
+  %62 = load i32, ptr %13, align 4
+  %63 = add nsw i32 %62, 1
+  store i32 %63, ptr %13, align 4
+  br label %53, !llvm.loop !70
 
-84:
-  %85 = load <16 x float>, ptr %10, align 64
-  %86 = extractelement <16 x float> %85, i32 0
-  store float %86, ptr %13, align 4
-  store i32 1, ptr %14, align 4
-  br label %87
+64:
+  store i32 0, ptr %14, align 4
+  br label %65
 
-87:
-  %88 = load i32, ptr %14, align 4
-  %89 = icmp slt i32 %88, 16
-  br i1 %89, label %91, label %90
+65:
+  %66 = load i32, ptr %14, align 4
+  %67 = icmp slt i32 %66, 32
+  br i1 %67, label %69, label %68
 
-90:
-  store i32 11, ptr %7, align 4
-  br label %108
+68:
+  store i32 8, ptr %9, align 4
+  br label %88
 
-91:
-  %92 = load <16 x float>, ptr %10, align 64
-  %93 = load i32, ptr %14, align 4
-  %94 = extractelement <16 x float> %92, i32 %93
-  %95 = load float, ptr %13, align 4
-  %96 = fcmp ogt float %94, %95
-  br i1 %96, label %97, label %101
+69:
+  %70 = load ptr, ptr %10, align 8
+  %71 = load i32, ptr %14, align 4
+  %72 = sext i32 %71 to i64
+  %73 = getelementptr inbounds float, ptr %70, i64 %72
+  %74 = call <16 x float> @load(ptr noundef %73, i32 noundef 0)
+  store <16 x float> %74, ptr %15, align 64
+  %75 = load <16 x float>, ptr %11, align 64
+  %76 = load <16 x float>, ptr %15, align 64
+  %77 = call <16 x float> @llvm.fabs.v16f32(<16 x float> %76)
+  %78 = call <16 x float> @larger(<16 x float> noundef %75, <16 x float> noundef %77)
+  store <16 x float> %78, ptr %11, align 64
+  %79 = load <16 x float>, ptr %15, align 64
+  %80 = load <16 x float>, ptr %15, align 64
+  %81 = fsub <16 x float> %79, %80
+  %82 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 2
+  %83 = load <16 x float>, ptr %82, align 64
+  %84 = fadd <16 x float> %83, %81
+  store <16 x float> %84, ptr %82, align 64
+  br label %85
+
+85:
+  %86 = load i32, ptr %14, align 4
+  %87 = add nsw i32 %86, 16
+  store i32 %87, ptr %14, align 4
+  br label %65, !llvm.loop !71
+
+88:
+  %89 = load <16 x float>, ptr %11, align 64
+  %90 = call float @largest(<16 x float> noundef %89)
+  store float %90, ptr %16, align 4
+  %91 = load float, ptr %16, align 4
+  %92 = fcmp ogt float %91, 0.000000e+00
+  br i1 %92, label %93, label %96
+
+93:
+  %94 = load float, ptr %16, align 4
+  %95 = fdiv float 1.270000e+02, %94
+  br label %97
+
+96:
+  br label %97
 
 97:
-  %98 = load <16 x float>, ptr %10, align 64
-  %99 = load i32, ptr %14, align 4
-  %100 = extractelement <16 x float> %98, i32 %99
-  br label %103
+  %98 = phi float [ %95, %93 ], [ 0.000000e+00, %96 ]
+  store float %98, ptr %17, align 4
+  store i32 0, ptr %18, align 4
+  br label %99
 
-101:
-  %102 = load float, ptr %13, align 4
-  br label %103
+99:
+  %100 = load i32, ptr %18, align 4
+  %101 = icmp slt i32 %100, 32
+  br i1 %101, label %103, label %102
+
+102:
+  store i32 11, ptr %9, align 4
+  br label %145
 
 103:
-  %104 = phi float [ %100, %97 ], [ %102, %101 ]
-  store float %104, ptr %13, align 4
-  br label %105
-
-105:
-  %106 = load i32, ptr %14, align 4
-  %107 = add nsw i32 %106, 1
-  store i32 %107, ptr %14, align 4
-  br label %87, !llvm.loop !72
-
-108:
-  %109 = load float, ptr %13, align 4
-  %110 = fcmp ogt float %109, 0.000000e+00
-  br i1 %110, label %111, label %114
-
-111:
-  %112 = load float, ptr %13, align 4
-  %113 = fdiv float 1.270000e+02, %112
-  br label %115
-
-114:
-  br label %115
-
-115:
-  %116 = phi float [ %113, %111 ], [ 0.000000e+00, %114 ]
-  store float %116, ptr %15, align 4
-  %117 = load ptr, ptr %5, align 8
-  %118 = getelementptr inbounds nuw %struct.Blocks, ptr %117, i32 0, i32 1
-  %119 = load ptr, ptr %118, align 8
-  %120 = load i64, ptr %6, align 8
-  %121 = load ptr, ptr %5, align 8
-  %122 = getelementptr inbounds nuw %struct.Blocks, ptr %121, i32 0, i32 11
-  %123 = load i64, ptr %122, align 8
-  %124 = mul nsw i64 %120, %123
-  %125 = getelementptr inbounds i8, ptr %119, i64 %124
-  %126 = load i64, ptr %8, align 8
-  %127 = getelementptr inbounds i8, ptr %125, i64 %126
-  store ptr %127, ptr %16, align 8
-  store i32 0, ptr %17, align 4
-  br label %128
-
-128:
-  %129 = load i32, ptr %17, align 4
-  %130 = icmp slt i32 %129, 2
-  br i1 %130, label %132, label %131
-
-131:
-  store i32 14, ptr %7, align 4
-  br label %197
-
-132:
-  store i32 0, ptr %18, align 4
-  %133 = load i32, ptr %17, align 4
-  %134 = mul nsw i32 16, %133
-  store i32 %134, ptr %19, align 4
-  br label %135
-
-135:
-  %136 = load i32, ptr %19, align 4
-  %137 = load i32, ptr %17, align 4
-  %138 = mul nsw i32 16, %137
-  %139 = add nsw i32 %138, 16
-  %140 = icmp slt i32 %136, %139
-  br i1 %140, label %142, label %141
-
-141:
-  store i32 17, ptr %7, align 4
-  br label %177
+  %104 = load ptr, ptr %10, align 8
+  %105 = load i32, ptr %18, align 4
+  %106 = sext i32 %105 to i64
+  %107 = getelementptr inbounds float, ptr %104, i64 %106
+  %108 = call <16 x float> @load(ptr noundef %107, i32 noundef 0)
+  %109 = load float, ptr %17, align 4
+  %110 = insertelement <16 x float> poison, float %109, i64 0
+  %111 = shufflevector <16 x float> %110, <16 x float> poison, <16 x i32> zeroinitializer
+  %112 = fmul <16 x float> %108, %111
+  %113 = call <16 x float> @llvm.rint.v16f32(<16 x float> %112)
+  store <16 x float> %113, ptr %19, align 64
+  %114 = load <16 x float>, ptr %19, align 64
+  %115 = fcmp oge <16 x float> %114, splat (float -1.270000e+02)
+  %116 = sext <16 x i1> %115 to <16 x i32>
+  %117 = load <16 x float>, ptr %19, align 64
+  %118 = fcmp ole <16 x float> %117, splat (float 1.270000e+02)
+  %119 = sext <16 x i1> %118 to <16 x i32>
+  %120 = and <16 x i32> %116, %119
+  %121 = load <16 x float>, ptr %19, align 64
+  %122 = icmp slt <16 x i32> %120, zeroinitializer
+  %123 = select <16 x i1> %122, <16 x float> %121, <16 x float> zeroinitializer
+  store <16 x float> %123, ptr %19, align 64
+  %124 = load <16 x float>, ptr %19, align 64
+  %125 = fptosi <16 x float> %124 to <16 x i8>
+  %126 = load ptr, ptr %5, align 8
+  %127 = getelementptr inbounds nuw %struct.Blocks, ptr %126, i32 0, i32 1
+  %128 = load ptr, ptr %127, align 8
+  %129 = load i64, ptr %8, align 8
+  %130 = mul nsw i64 %129, 32
+  %131 = getelementptr inbounds i8, ptr %128, i64 %130
+  %132 = load i32, ptr %18, align 4
+  %133 = sext i32 %132 to i64
+  %134 = getelementptr inbounds i8, ptr %131, i64 %133
+  store <16 x i8> %125, ptr %134, align 1
+  %135 = load <16 x float>, ptr %19, align 64
+  %136 = load i32, ptr %18, align 4
+  %137 = sdiv i32 %136, 16
+  %138 = sext i32 %137 to i64
+  %139 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 %138
+  %140 = load <16 x float>, ptr %139, align 64
+  %141 = fadd <16 x float> %140, %135
+  store <16 x float> %141, ptr %139, align 64
+  br label %142
 
 142:
-  %143 = load ptr, ptr %9, align 8
-  %144 = load i32, ptr %19, align 4
-  %145 = sext i32 %144 to i64
-  %146 = getelementptr inbounds float, ptr %143, i64 %145
-  %147 = load float, ptr %146, align 4
-  %148 = load float, ptr %15, align 4
-  %149 = fmul float %147, %148
-  %150 = call float @llvm.rint.f32(float %149)
-  store float %150, ptr %20, align 4
-  %151 = load float, ptr %20, align 4
-  %152 = fcmp oge float %151, -1.270000e+02
-  br i1 %152, label %153, label %158
+  %143 = load i32, ptr %18, align 4
+  %144 = add nsw i32 %143, 16
+  store i32 %144, ptr %18, align 4
+  br label %99, !llvm.loop !72
 
-153:
-  %154 = load float, ptr %20, align 4
-  %155 = fcmp ole float %154, 1.270000e+02
-  br i1 %155, label %156, label %158
-
-156:
-  %157 = load float, ptr %20, align 4
-  br label %159
-
-158:
+145:
+  %146 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 0
+  call void @sums(ptr noundef %146, i32 noundef 3)
+  %147 = call i32 @parts_of_tile()
+  store i32 %147, ptr %20, align 4
+  %148 = load float, ptr %16, align 4
+  %149 = fdiv float %148, 1.270000e+02
+  %150 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 0
+  %151 = load <16 x float>, ptr %150, align 64
+  %152 = extractelement <16 x float> %151, i32 2
+  %153 = fadd float %149, %152
+  %154 = load ptr, ptr %5, align 8
+  %155 = getelementptr inbounds nuw %struct.Blocks, ptr %154, i32 0, i32 2
+  %156 = load ptr, ptr %155, align 8
+  %157 = load i64, ptr %8, align 8
+  %158 = getelementptr inbounds float, ptr %156, i64 %157
+  store float %153, ptr %158, align 4
+  store i32 0, ptr %21, align 4
   br label %159
 
 159:
-  %160 = phi float [ %157, %156 ], [ 0.000000e+00, %158 ]
-  %161 = fptosi float %160 to i8
-  %162 = load ptr, ptr %16, align 8
-  %163 = load i32, ptr %19, align 4
-  %164 = sext i32 %163 to i64
-  %165 = getelementptr inbounds i8, ptr %162, i64 %164
-  store i8 %161, ptr %165, align 1
-  %166 = load ptr, ptr %16, align 8
-  %167 = load i32, ptr %19, align 4
-  %168 = sext i32 %167 to i64
-  %169 = getelementptr inbounds i8, ptr %166, i64 %168
-  %170 = load i8, ptr %169, align 1
-  %171 = sext i8 %170 to i32
-  %172 = load i32, ptr %18, align 4
-  %173 = add nsw i32 %172, %171
-  store i32 %173, ptr %18, align 4
-  br label %174
+  %160 = load i32, ptr %21, align 4
+  %161 = load i32, ptr %20, align 4
+  %162 = icmp slt i32 %160, %161
+  br i1 %162, label %164, label %163
 
-174:
-  %175 = load i32, ptr %19, align 4
-  %176 = add nsw i32 %175, 1
-  store i32 %176, ptr %19, align 4
-  br label %135, !llvm.loop !73
+163:
+  store i32 14, ptr %9, align 4
+  br label %217
 
-177:
-  %178 = load i32, ptr %18, align 4
-  %179 = load ptr, ptr %5, align 8
-  %180 = getelementptr inbounds nuw %struct.Blocks, ptr %179, i32 0, i32 3
-  %181 = load ptr, ptr %180, align 8
-  %182 = load i64, ptr %6, align 8
-  %183 = load ptr, ptr %5, align 8
-  %184 = getelementptr inbounds nuw %struct.Blocks, ptr %183, i32 0, i32 11
-  %185 = load i64, ptr %184, align 8
-  %186 = mul nsw i64 %182, %185
+164:
+  %165 = load i32, ptr %20, align 4
+  %166 = icmp eq i32 %165, 2
+  br i1 %166, label %167, label %172
+
+167:
+  %168 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 0
+  %169 = load <16 x float>, ptr %168, align 64
+  %170 = load i32, ptr %21, align 4
+  %171 = extractelement <16 x float> %169, i32 %170
+  br label %180
+
+172:
+  %173 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 0
+  %174 = load <16 x float>, ptr %173, align 64
+  %175 = extractelement <16 x float> %174, i32 0
+  %176 = getelementptr inbounds [16 x <16 x float>], ptr %12, i64 0, i64 0
+  %177 = load <16 x float>, ptr %176, align 64
+  %178 = extractelement <16 x float> %177, i32 1
+  %179 = fadd float %175, %178
+  br label %180
+
+180:
+  %181 = phi float [ %171, %167 ], [ %179, %172 ]
+  store float %181, ptr %22, align 4
+  %182 = load float, ptr %22, align 4
+  %183 = fptosi float %182 to i32
+  %184 = load ptr, ptr %5, align 8
+  %185 = getelementptr inbounds nuw %struct.Blocks, ptr %184, i32 0, i32 3
+  %186 = load ptr, ptr %185, align 8
   %187 = load i64, ptr %8, align 8
-  %188 = add nsw i64 %186, %187
-  %189 = sdiv i64 %188, 16
-  %190 = load i32, ptr %17, align 4
-  %191 = sext i32 %190 to i64
-  %192 = add nsw i64 %189, %191
-  %193 = getelementptr inbounds i32, ptr %181, i64 %192
-  store i32 %178, ptr %193, align 4
-  br label %194
-
-194:
-  %195 = load i32, ptr %17, align 4
-  %196 = add nsw i32 %195, 1
-  store i32 %196, ptr %17, align 4
-  br label %128, !llvm.loop !74
-
-197:
-  %198 = load float, ptr %13, align 4
-  %199 = fdiv float %198, 1.270000e+02
-  %200 = load <16 x float>, ptr %11, align 64
-  %201 = call float @sum(<16 x float> noundef %200)
-  %202 = fadd float %199, %201
+  %188 = load i32, ptr %20, align 4
+  %189 = sext i32 %188 to i64
+  %190 = mul nsw i64 %187, %189
+  %191 = load i32, ptr %21, align 4
+  %192 = sext i32 %191 to i64
+  %193 = add nsw i64 %190, %192
+  %194 = getelementptr inbounds i32, ptr %186, i64 %193
+  store i32 %183, ptr %194, align 4
+  %195 = load ptr, ptr %5, align 8
+  %196 = getelementptr inbounds nuw %struct.Blocks, ptr %195, i32 0, i32 2
+  %197 = load ptr, ptr %196, align 8
+  %198 = load i64, ptr %8, align 8
+  %199 = getelementptr inbounds float, ptr %197, i64 %198
+  %200 = load float, ptr %199, align 4
+  %201 = load float, ptr %22, align 4
+  %202 = fmul float %200, %201
   %203 = load ptr, ptr %5, align 8
-  %204 = getelementptr inbounds nuw %struct.Blocks, ptr %203, i32 0, i32 2
+  %204 = getelementptr inbounds nuw %struct.Blocks, ptr %203, i32 0, i32 4
   %205 = load ptr, ptr %204, align 8
-  %206 = load i64, ptr %6, align 8
-  %207 = load ptr, ptr %5, align 8
-  %208 = getelementptr inbounds nuw %struct.Blocks, ptr %207, i32 0, i32 11
-  %209 = load i64, ptr %208, align 8
-  %210 = mul nsw i64 %206, %209
-  %211 = load i64, ptr %8, align 8
-  %212 = add nsw i64 %210, %211
-  %213 = sdiv i64 %212, 32
-  %214 = getelementptr inbounds float, ptr %205, i64 %213
-  store float %202, ptr %214, align 4
-  br label %215
+  %206 = load i64, ptr %8, align 8
+  %207 = load i32, ptr %20, align 4
+  %208 = sext i32 %207 to i64
+  %209 = mul nsw i64 %206, %208
+  %210 = load i32, ptr %21, align 4
+  %211 = sext i32 %210 to i64
+  %212 = add nsw i64 %209, %211
+  %213 = getelementptr inbounds float, ptr %205, i64 %212
+  store float %202, ptr %213, align 4
+  br label %214
 
-215:
-  %216 = load i64, ptr %8, align 8
-  %217 = add nsw i64 %216, 32
-  store i64 %217, ptr %8, align 8
-  br label %36, !llvm.loop !75
+214:
+  %215 = load i32, ptr %21, align 4
+  %216 = add nsw i32 %215, 1
+  store i32 %216, ptr %21, align 4
+  br label %159, !llvm.loop !73
+
+217:
+  br label %218
 
 218:
-  br label %219
+  %219 = load i64, ptr %8, align 8
+  %220 = add nsw i64 %219, 1
+  store i64 %220, ptr %8, align 8
+  br label %39, !llvm.loop !74
 
-219:
-  %220 = load i64, ptr %6, align 8
-  %221 = add nsw i64 %220, 1
-  store i64 %221, ptr %6, align 8
-  br label %24, !llvm.loop !76
-
-222:
+221:
   ret void
 }
 
 declare <16 x float> @llvm.fabs.v16f32(<16 x float>) #11
 
-declare float @llvm.rint.f32(float) #11
+define internal i32 @parts_of_tile() #1 {
+  %1 = load i64, ptr @group, align 8
+  %2 = icmp eq i64 %1, 16
+  %3 = zext i1 %2 to i64
+  %4 = select i1 %2, i32 2, i32 1
+  ret i32 %4
+}
 
-define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2, i32 noundef %3, i32 noundef %4) #1 {
-  %6 = alloca i64, align 8
-  %7 = alloca ptr, align 8
-  %8 = alloca i32, align 4
+define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2) #1 {
+  %4 = alloca i64, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca i32, align 4
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
   %9 = alloca i32, align 4
+  %10 = alloca i64, align 8
+  store i64 %0, ptr %4, align 8
+  store ptr %1, ptr %5, align 8
+  store i32 %2, ptr %6, align 4
+  %11 = load i64, ptr %4, align 8
+  %12 = add nsw i64 %11, 1
+  %13 = mul nsw i64 %12, 3
+  %14 = load ptr, ptr %5, align 8
+  %15 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
+  %16 = load i64, ptr %15, align 8
+  %17 = sdiv i64 %16, 16
+  %18 = call i64 @least(i64 noundef %13, i64 noundef %17)
+  store i64 %18, ptr %7, align 8
+  store i64 0, ptr %8, align 8
+  br label %19
+
+19:
+  %20 = load i64, ptr %8, align 8
+  %21 = load ptr, ptr %5, align 8
+  %22 = getelementptr inbounds nuw %struct.Blocks, ptr %21, i32 0, i32 11
+  %23 = load i64, ptr %22, align 8
+  %24 = icmp slt i64 %20, %23
+  br i1 %24, label %26, label %25
+
+25:
+  store i32 2, ptr %9, align 4
+  br label %89
+
+26:
+  %27 = load i64, ptr %4, align 8
+  %28 = mul nsw i64 %27, 3
+  store i64 %28, ptr %10, align 8
+  br label %29
+
+29:
+  %30 = load i64, ptr %10, align 8
+  %31 = load i64, ptr %7, align 8
+  %32 = icmp slt i64 %30, %31
+  br i1 %32, label %34, label %33
+
+33:
+  store i32 5, ptr %9, align 4
+  br label %85
+
+34:
+  %35 = load ptr, ptr %5, align 8
+  %36 = getelementptr inbounds nuw %struct.Blocks, ptr %35, i32 0, i32 11
+  %37 = load i64, ptr %36, align 8
+  %38 = load i64, ptr %8, align 8
+  %39 = sub nsw i64 %37, %38
+  %40 = call i64 @least(i64 noundef %39, i64 noundef 8)
+  switch i64 %40, label %81 [
+    i64 1, label %41
+    i64 2, label %46
+    i64 3, label %51
+    i64 4, label %56
+    i64 5, label %61
+    i64 6, label %66
+    i64 7, label %71
+    i64 8, label %76
+  ]
+
+41:
+  %42 = load ptr, ptr %5, align 8
+  %43 = load i64, ptr %10, align 8
+  %44 = load i64, ptr %8, align 8
+  %45 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %42, i64 noundef %43, i64 noundef %44, i32 noundef 1, i32 noundef %45)
+  br label %81
+
+46:
+  %47 = load ptr, ptr %5, align 8
+  %48 = load i64, ptr %10, align 8
+  %49 = load i64, ptr %8, align 8
+  %50 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %47, i64 noundef %48, i64 noundef %49, i32 noundef 2, i32 noundef %50)
+  br label %81
+
+51:
+  %52 = load ptr, ptr %5, align 8
+  %53 = load i64, ptr %10, align 8
+  %54 = load i64, ptr %8, align 8
+  %55 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %52, i64 noundef %53, i64 noundef %54, i32 noundef 3, i32 noundef %55)
+  br label %81
+
+56:
+  %57 = load ptr, ptr %5, align 8
+  %58 = load i64, ptr %10, align 8
+  %59 = load i64, ptr %8, align 8
+  %60 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %57, i64 noundef %58, i64 noundef %59, i32 noundef 4, i32 noundef %60)
+  br label %81
+
+61:
+  %62 = load ptr, ptr %5, align 8
+  %63 = load i64, ptr %10, align 8
+  %64 = load i64, ptr %8, align 8
+  %65 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %62, i64 noundef %63, i64 noundef %64, i32 noundef 5, i32 noundef %65)
+  br label %81
+
+66:
+  %67 = load ptr, ptr %5, align 8
+  %68 = load i64, ptr %10, align 8
+  %69 = load i64, ptr %8, align 8
+  %70 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %67, i64 noundef %68, i64 noundef %69, i32 noundef 6, i32 noundef %70)
+  br label %81
+
+71:
+  %72 = load ptr, ptr %5, align 8
+  %73 = load i64, ptr %10, align 8
+  %74 = load i64, ptr %8, align 8
+  %75 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %72, i64 noundef %73, i64 noundef %74, i32 noundef 7, i32 noundef %75)
+  br label %81
+
+76:
+  %77 = load ptr, ptr %5, align 8
+  %78 = load i64, ptr %10, align 8
+  %79 = load i64, ptr %8, align 8
+  %80 = load i32, ptr %6, align 4
+  call void @block_rows(ptr noundef %77, i64 noundef %78, i64 noundef %79, i32 noundef 8, i32 noundef %80)
+  br label %81
+
+81:
+  br label %82
+
+82:
+  %83 = load i64, ptr %10, align 8
+  %84 = add nsw i64 %83, 1
+  store i64 %84, ptr %10, align 8
+  br label %29, !llvm.loop !75
+
+85:
+  br label %86
+
+86:
+  %87 = load i64, ptr %8, align 8
+  %88 = add nsw i64 %87, 8
+  store i64 %88, ptr %8, align 8
+  br label %19, !llvm.loop !76
+
+89:
+  ret void
+}
+
+define internal void @block_rows(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4) #1 {
+  %6 = alloca ptr, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i32, align 4
+  %10 = alloca i32, align 4
+  %11 = alloca i32, align 4
+  store ptr %0, ptr %6, align 8
+  store i64 %1, ptr %7, align 8
+  store i64 %2, ptr %8, align 8
+  store i32 %3, ptr %9, align 4
+  store i32 %4, ptr %10, align 4
+  store i32 0, ptr %11, align 4
+  br label %12
+
+12:
+  %13 = load i32, ptr %11, align 4
+  %14 = icmp slt i32 %13, 16
+  br i1 %14, label %16, label %15
+
+15:
+  br label %37
+
+16:
+  %17 = load i32, ptr %10, align 4
+  %18 = icmp ne i32 %17, 0
+  br i1 %18, label %19, label %26
+
+19:
+  %20 = load ptr, ptr %6, align 8
+  %21 = load i64, ptr %7, align 8
+  %22 = load i32, ptr %11, align 4
+  %23 = sext i32 %22 to i64
+  %24 = load i64, ptr %8, align 8
+  %25 = load i32, ptr %9, align 4
+  call void @integer_tile(ptr noundef %20, i64 noundef %21, i64 noundef %23, i64 noundef %24, i32 noundef %25)
+  br label %33
+
+26:
+  %27 = load ptr, ptr %6, align 8
+  %28 = load i64, ptr %7, align 8
+  %29 = load i32, ptr %11, align 4
+  %30 = sext i32 %29 to i64
+  %31 = load i64, ptr %8, align 8
+  %32 = load i32, ptr %9, align 4
+  call void @float_tile(ptr noundef %27, i64 noundef %28, i64 noundef %30, i64 noundef %31, i32 noundef %32)
+  br label %33
+
+33:
+  br label %34
+
+34:
+  %35 = load i32, ptr %11, align 4
+  %36 = add nsw i32 %35, 16
+  store i32 %36, ptr %11, align 4
+  br label %12, !llvm.loop !77
+
+37:
+  ret void
+}
+
+define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #10 {
+  %6 = alloca ptr, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i64, align 8
   %10 = alloca i32, align 4
   %11 = alloca i64, align 8
   %12 = alloca i64, align 8
   %13 = alloca i32, align 4
-  %14 = alloca i64, align 8
-  store i64 %0, ptr %6, align 8
-  store ptr %1, ptr %7, align 8
-  store i32 %2, ptr %8, align 4
-  store i32 %3, ptr %9, align 4
-  store i32 %4, ptr %10, align 4
-  %15 = load i64, ptr %6, align 8
-  %16 = add nsw i64 %15, 1
-  %17 = mul nsw i64 %16, 3
-  %18 = load ptr, ptr %7, align 8
-  %19 = getelementptr inbounds nuw %struct.Blocks, ptr %18, i32 0, i32 12
-  %20 = load i64, ptr %19, align 8
-  %21 = sdiv i64 %20, 16
-  %22 = call i64 @least(i64 noundef %17, i64 noundef %21)
-  store i64 %22, ptr %11, align 8
-  store i64 0, ptr %12, align 8
-  br label %23
-
-23:
-  %24 = load i64, ptr %12, align 8
-  %25 = load ptr, ptr %7, align 8
-  %26 = getelementptr inbounds nuw %struct.Blocks, ptr %25, i32 0, i32 10
-  %27 = load i64, ptr %26, align 8
-  %28 = icmp slt i64 %24, %27
-  br i1 %28, label %30, label %29
-
-29:
-  store i32 2, ptr %13, align 4
-  br label %109
-
-30:
-  %31 = load i64, ptr %6, align 8
-  %32 = mul nsw i64 %31, 3
-  store i64 %32, ptr %14, align 8
-  br label %33
-
-33:
-  %34 = load i64, ptr %14, align 8
-  %35 = load i64, ptr %11, align 8
-  %36 = icmp slt i64 %34, %35
-  br i1 %36, label %38, label %37
-
-37:
-  store i32 5, ptr %13, align 4
-  br label %105
-
-38:
-  %39 = load ptr, ptr %7, align 8
-  %40 = getelementptr inbounds nuw %struct.Blocks, ptr %39, i32 0, i32 10
-  %41 = load i64, ptr %40, align 8
-  %42 = load i64, ptr %12, align 8
-  %43 = sub nsw i64 %41, %42
-  %44 = call i64 @least(i64 noundef %43, i64 noundef 8)
-  switch i64 %44, label %101 [
-    i64 1, label %45
-    i64 2, label %52
-    i64 3, label %59
-    i64 4, label %66
-    i64 5, label %73
-    i64 6, label %80
-    i64 7, label %87
-    i64 8, label %94
-  ]
-
-45:
-  %46 = load ptr, ptr %7, align 8
-  %47 = load i64, ptr %14, align 8
-  %48 = load i64, ptr %12, align 8
-  %49 = load i32, ptr %8, align 4
-  %50 = load i32, ptr %9, align 4
-  %51 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %46, i64 noundef %47, i64 noundef %48, i32 noundef 1, i32 noundef %49, i32 noundef %50, i32 noundef %51)
-  br label %101
-
-52:
-  %53 = load ptr, ptr %7, align 8
-  %54 = load i64, ptr %14, align 8
-  %55 = load i64, ptr %12, align 8
-  %56 = load i32, ptr %8, align 4
-  %57 = load i32, ptr %9, align 4
-  %58 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %53, i64 noundef %54, i64 noundef %55, i32 noundef 2, i32 noundef %56, i32 noundef %57, i32 noundef %58)
-  br label %101
-
-59:
-  %60 = load ptr, ptr %7, align 8
-  %61 = load i64, ptr %14, align 8
-  %62 = load i64, ptr %12, align 8
-  %63 = load i32, ptr %8, align 4
-  %64 = load i32, ptr %9, align 4
-  %65 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %60, i64 noundef %61, i64 noundef %62, i32 noundef 3, i32 noundef %63, i32 noundef %64, i32 noundef %65)
-  br label %101
-
-66:
-  %67 = load ptr, ptr %7, align 8
-  %68 = load i64, ptr %14, align 8
-  %69 = load i64, ptr %12, align 8
-  %70 = load i32, ptr %8, align 4
-  %71 = load i32, ptr %9, align 4
-  %72 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %67, i64 noundef %68, i64 noundef %69, i32 noundef 4, i32 noundef %70, i32 noundef %71, i32 noundef %72)
-  br label %101
-
-73:
-  %74 = load ptr, ptr %7, align 8
-  %75 = load i64, ptr %14, align 8
-  %76 = load i64, ptr %12, align 8
-  %77 = load i32, ptr %8, align 4
-  %78 = load i32, ptr %9, align 4
-  %79 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %74, i64 noundef %75, i64 noundef %76, i32 noundef 5, i32 noundef %77, i32 noundef %78, i32 noundef %79)
-  br label %101
-
-80:
-  %81 = load ptr, ptr %7, align 8
-  %82 = load i64, ptr %14, align 8
-  %83 = load i64, ptr %12, align 8
-  %84 = load i32, ptr %8, align 4
-  %85 = load i32, ptr %9, align 4
-  %86 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %81, i64 noundef %82, i64 noundef %83, i32 noundef 6, i32 noundef %84, i32 noundef %85, i32 noundef %86)
-  br label %101
-
-87:
-  %88 = load ptr, ptr %7, align 8
-  %89 = load i64, ptr %14, align 8
-  %90 = load i64, ptr %12, align 8
-  %91 = load i32, ptr %8, align 4
-  %92 = load i32, ptr %9, align 4
-  %93 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %88, i64 noundef %89, i64 noundef %90, i32 noundef 7, i32 noundef %91, i32 noundef %92, i32 noundef %93)
-  br label %101
-
-94:
-  %95 = load ptr, ptr %7, align 8
-  %96 = load i64, ptr %14, align 8
-  %97 = load i64, ptr %12, align 8
-  %98 = load i32, ptr %8, align 4
-  %99 = load i32, ptr %9, align 4
-  %100 = load i32, ptr %10, align 4
-  call void @block_rows(ptr noundef %95, i64 noundef %96, i64 noundef %97, i32 noundef 8, i32 noundef %98, i32 noundef %99, i32 noundef %100)
-  br label %101
-
-101:
-  br label %102
-
-102:
-  %103 = load i64, ptr %14, align 8
-  %104 = add nsw i64 %103, 1
-  store i64 %104, ptr %14, align 8
-  br label %33, !llvm.loop !77
-
-105:
-  br label %106
-
-106:
-  %107 = load i64, ptr %12, align 8
-  %108 = add nsw i64 %107, 8
-  store i64 %108, ptr %12, align 8
-  br label %23, !llvm.loop !78
-
-109:
-  ret void
-}
-
-define internal void @block_rows(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #1 {
-  %8 = alloca ptr, align 8
-  %9 = alloca i64, align 8
-  %10 = alloca i64, align 8
-  %11 = alloca i32, align 4
-  %12 = alloca i32, align 4
-  %13 = alloca i32, align 4
   %14 = alloca i32, align 4
   %15 = alloca i32, align 4
-  store ptr %0, ptr %8, align 8
-  store i64 %1, ptr %9, align 8
-  store i64 %2, ptr %10, align 8
-  store i32 %3, ptr %11, align 4
-  store i32 %4, ptr %12, align 4
-  store i32 %5, ptr %13, align 4
-  store i32 %6, ptr %14, align 4
-  store i32 0, ptr %15, align 4
-  br label %16
-
-16:
-  %17 = load i32, ptr %15, align 4
-  %18 = icmp slt i32 %17, 16
-  br i1 %18, label %20, label %19
-
-19:
-  br label %44
-
-20:
-  %21 = load i32, ptr %14, align 4
-  %22 = icmp ne i32 %21, 0
-  br i1 %22, label %23, label %32
-
-23:
-  %24 = load ptr, ptr %8, align 8
-  %25 = load i64, ptr %9, align 8
-  %26 = load i32, ptr %15, align 4
-  %27 = sext i32 %26 to i64
-  %28 = load i64, ptr %10, align 8
-  %29 = load i32, ptr %11, align 4
-  %30 = load i32, ptr %12, align 4
-  %31 = load i32, ptr %13, align 4
-  call void @integer_tile(ptr noundef %24, i64 noundef %25, i64 noundef %27, i64 noundef %28, i32 noundef %29, i32 noundef %30, i32 noundef %31)
-  br label %40
-
-32:
-  %33 = load ptr, ptr %8, align 8
-  %34 = load i64, ptr %9, align 8
-  %35 = load i32, ptr %15, align 4
-  %36 = sext i32 %35 to i64
-  %37 = load i64, ptr %10, align 8
-  %38 = load i32, ptr %11, align 4
-  %39 = load i32, ptr %12, align 4
-  call void @float_tile(ptr noundef %33, i64 noundef %34, i64 noundef %36, i64 noundef %37, i32 noundef %38, i32 noundef %39)
-  br label %40
-
-40:
-  br label %41
-
-41:
-  %42 = load i32, ptr %15, align 4
-  %43 = add nsw i32 %42, 16
-  store i32 %43, ptr %15, align 4
-  br label %16, !llvm.loop !79
-
-44:
-  ret void
-}
-
-define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #10 {
-  %8 = alloca ptr, align 8
-  %9 = alloca i64, align 8
-  %10 = alloca i64, align 8
-  %11 = alloca i64, align 8
-  %12 = alloca i32, align 4
-  %13 = alloca i32, align 4
-  %14 = alloca i32, align 4
-  %15 = alloca i64, align 8
-  %16 = alloca i64, align 8
-  %17 = alloca i32, align 4
+  %16 = alloca ptr, align 8
+  %17 = alloca [8 x <16 x float>], align 64
   %18 = alloca i32, align 4
-  %19 = alloca ptr, align 8
-  %20 = alloca [8 x <16 x float>], align 64
-  %21 = alloca i32, align 4
-  %22 = alloca i64, align 8
+  %19 = alloca i64, align 8
+  %20 = alloca i32, align 4
+  %21 = alloca [16 x <16 x i32>], align 64
+  %22 = alloca i32, align 4
   %23 = alloca i32, align 4
-  %24 = alloca [16 x <16 x i32>], align 64
-  %25 = alloca i32, align 4
+  %24 = alloca <64 x i8>, align 64
+  %25 = alloca <64 x i8>, align 64
   %26 = alloca i32, align 4
-  %27 = alloca <64 x i8>, align 64
-  %28 = alloca <64 x i8>, align 64
-  %29 = alloca i32, align 4
-  %30 = alloca ptr, align 8
-  %31 = alloca i32, align 4
-  %32 = alloca i64, align 8
-  %33 = alloca <16 x float>, align 64
+  %27 = alloca ptr, align 8
+  %28 = alloca i32, align 4
+  %29 = alloca i64, align 8
+  %30 = alloca <16 x float>, align 64
+  %31 = alloca <16 x float>, align 64
+  %32 = alloca i32, align 4
+  %33 = alloca i64, align 8
   %34 = alloca <16 x float>, align 64
   %35 = alloca i32, align 4
-  %36 = alloca float, align 4
-  %37 = alloca ptr, align 8
-  %38 = alloca i32, align 4
-  %39 = alloca <16 x i32>, align 64
-  %40 = alloca i32, align 4
-  store ptr %0, ptr %8, align 8
-  store i64 %1, ptr %9, align 8
-  store i64 %2, ptr %10, align 8
-  store i64 %3, ptr %11, align 8
-  store i32 %4, ptr %12, align 4
-  store i32 %5, ptr %13, align 4
-  store i32 %6, ptr %14, align 4
-  %41 = load ptr, ptr %8, align 8
-  %42 = getelementptr inbounds nuw %struct.Blocks, ptr %41, i32 0, i32 11
-  %43 = load i64, ptr %42, align 8
-  %44 = sdiv i64 %43, 32
-  store i64 %44, ptr %15, align 8
-  %45 = load i32, ptr %13, align 4
-  %46 = mul nsw i32 512, %45
-  %47 = sdiv i32 %46, 8
-  %48 = sext i32 %47 to i64
-  store i64 %48, ptr %16, align 8
-  %49 = load i32, ptr %13, align 4
-  %50 = icmp eq i32 %49, 4
-  br i1 %50, label %52, label %51
+  store ptr %0, ptr %6, align 8
+  store i64 %1, ptr %7, align 8
+  store i64 %2, ptr %8, align 8
+  store i64 %3, ptr %9, align 8
+  store i32 %4, ptr %10, align 4
+  %36 = load ptr, ptr %6, align 8
+  %37 = getelementptr inbounds nuw %struct.Blocks, ptr %36, i32 0, i32 12
+  %38 = load i64, ptr %37, align 8
+  %39 = sdiv i64 %38, 32
+  store i64 %39, ptr %11, align 8
+  %40 = load i64, ptr @code_bits, align 8
+  %41 = mul nsw i64 512, %40
+  %42 = sdiv i64 %41, 8
+  store i64 %42, ptr %12, align 8
+  %43 = call i32 @parts_of_tile()
+  store i32 %43, ptr %13, align 4
+  %44 = load i64, ptr @code_bits, align 8
+  %45 = icmp eq i64 %44, 4
+  br i1 %45, label %47, label %46
 
-51:
-  br label %52
+46:
+  br label %47
+
+47:
+  %48 = phi i1 [ true, %5 ], [ true, %46 ]
+  %49 = zext i1 %48 to i32
+  store i32 %49, ptr %14, align 4
+  %50 = load i64, ptr @code_bits, align 8
+  %51 = icmp eq i64 %50, 8
+  br i1 %51, label %52, label %55
 
 52:
-  %53 = phi i1 [ true, %7 ], [ true, %51 ]
-  %54 = zext i1 %53 to i32
-  store i32 %54, ptr %17, align 4
-  %55 = load i32, ptr %13, align 4
-  %56 = icmp eq i32 %55, 8
-  br i1 %56, label %57, label %60
+  %53 = load i32, ptr %14, align 4
+  %54 = mul nsw i32 128, %53
+  br label %60
 
-57:
-  %58 = load i32, ptr %17, align 4
-  %59 = mul nsw i32 128, %58
-  br label %67
+55:
+  %56 = load i64, ptr @has_minimum, align 8
+  %57 = icmp ne i64 %56, 0
+  %58 = zext i1 %57 to i64
+  %59 = select i1 %57, i32 0, i32 8
+  br label %60
 
 60:
-  %61 = load ptr, ptr %8, align 8
-  %62 = getelementptr inbounds nuw %struct.Blocks, ptr %61, i32 0, i32 6
-  %63 = load ptr, ptr %62, align 8
-  %64 = icmp ne ptr %63, null
-  %65 = zext i1 %64 to i64
-  %66 = select i1 %64, i32 0, i32 8
-  br label %67
-
-67:
-  %68 = phi i32 [ %59, %57 ], [ %66, %60 ]
-  store i32 %68, ptr %18, align 4
-  %69 = load ptr, ptr %8, align 8
-  %70 = getelementptr inbounds nuw %struct.Blocks, ptr %69, i32 0, i32 4
-  %71 = load ptr, ptr %70, align 8
-  %72 = load i64, ptr %9, align 8
-  %73 = load i64, ptr %15, align 8
-  %74 = mul nsw i64 %72, %73
-  %75 = load i64, ptr %16, align 8
-  %76 = mul nsw i64 %74, %75
-  %77 = getelementptr inbounds i8, ptr %71, i64 %76
-  %78 = load i64, ptr %10, align 8
-  %79 = mul nsw i64 4, %78
-  %80 = getelementptr inbounds i8, ptr %77, i64 %79
-  store ptr %80, ptr %19, align 8
-  store i32 0, ptr %21, align 4
-  br label %81
-
-81:
-  %82 = load i32, ptr %21, align 4
-  %83 = load i32, ptr %12, align 4
-  %84 = icmp slt i32 %82, %83
-  br i1 %84, label %86, label %85
-
-85:
-  br label %93
-
-86:
-  %87 = load i32, ptr %21, align 4
-  %88 = sext i32 %87 to i64
-  %89 = getelementptr inbounds [8 x <16 x float>], ptr %20, i64 0, i64 %88
-  store <16 x float> zeroinitializer, ptr %89, align 64
-  br label %90
-
-90:
-  %91 = load i32, ptr %21, align 4
-  %92 = add nsw i32 %91, 1
-  store i32 %92, ptr %21, align 4
-  br label %81, !llvm.loop !80
-
-93:
-  store i64 0, ptr %22, align 8
-  br label %94
-
-94:
-  %95 = load i64, ptr %22, align 8
-  %96 = load i64, ptr %15, align 8
-  %97 = icmp slt i64 %95, %96
-  br i1 %97, label %99, label %98
-
-98:
-  store i32 5, ptr %23, align 4
-  br label %380
-
-99:
-  store i32 0, ptr %25, align 4
-  br label %100
-
-100:
-  %101 = load i32, ptr %25, align 4
-  %102 = load i32, ptr %12, align 4
-  %103 = load i32, ptr %14, align 4
-  %104 = add nsw i32 1, %103
-  %105 = mul nsw i32 %102, %104
-  %106 = icmp slt i32 %101, %105
-  br i1 %106, label %108, label %107
-
-107:
-  store i32 8, ptr %23, align 4
-  br label %115
-
-108:
-  %109 = load i32, ptr %25, align 4
-  %110 = sext i32 %109 to i64
-  %111 = getelementptr inbounds [16 x <16 x i32>], ptr %24, i64 0, i64 %110
-  store <16 x i32> zeroinitializer, ptr %111, align 64
-  br label %112
-
-112:
-  %113 = load i32, ptr %25, align 4
-  %114 = add nsw i32 %113, 1
-  store i32 %114, ptr %25, align 4
-  br label %100, !llvm.loop !81
-
-115:
-  %116 = load ptr, ptr %19, align 8
-  %117 = load i64, ptr %16, align 8
-  call void @prefetch(ptr noundef %116, i64 noundef %117, i64 noundef 4096)
-  store i32 0, ptr %26, align 4
-  br label %118
-
-118:
-  %119 = load i32, ptr %26, align 4
-  %120 = icmp slt i32 %119, 4
-  br i1 %120, label %122, label %121
-
-121:
-  store i32 11, ptr %23, align 4
-  br label %223
-
-122:
-  %123 = load ptr, ptr %19, align 8
-  %124 = load i32, ptr %26, align 4
-  %125 = mul nsw i32 64, %124
-  %126 = sext i32 %125 to i64
-  %127 = getelementptr inbounds i8, ptr %123, i64 %126
-  %128 = load <64 x i8>, ptr %127, align 1
-  store <64 x i8> %128, ptr %27, align 64
-  %129 = load <64 x i8>, ptr %27, align 64
-  %130 = lshr <64 x i8> %129, splat (i8 4)
-  store <64 x i8> %130, ptr %28, align 64
-  %131 = load i32, ptr %13, align 4
-  %132 = icmp eq i32 %131, 4
-  br i1 %132, label %133, label %136
-
-133:
-  %134 = load <64 x i8>, ptr %27, align 64
-  %135 = and <64 x i8> %134, splat (i8 15)
-  store <64 x i8> %135, ptr %27, align 64
-  br label %144
-
-136:
-  %137 = load ptr, ptr %19, align 8
-  %138 = load i32, ptr %26, align 4
-  %139 = add nsw i32 %138, 4
-  %140 = mul nsw i32 64, %139
-  %141 = sext i32 %140 to i64
-  %142 = getelementptr inbounds i8, ptr %137, i64 %141
-  %143 = load <64 x i8>, ptr %142, align 1
-  store <64 x i8> %143, ptr %28, align 64
-  br label %144
-
-144:
-  %145 = load i32, ptr %13, align 4
-  %146 = icmp eq i32 %145, 8
-  br i1 %146, label %147, label %155
-
-147:
-  %148 = load i32, ptr %17, align 4
-  %149 = icmp ne i32 %148, 0
-  br i1 %149, label %150, label %155
-
-150:
-  %151 = load <64 x i8>, ptr %27, align 64
-  %152 = xor <64 x i8> %151, splat (i8 -128)
-  store <64 x i8> %152, ptr %27, align 64
-  %153 = load <64 x i8>, ptr %28, align 64
-  %154 = xor <64 x i8> %153, splat (i8 -128)
-  store <64 x i8> %154, ptr %28, align 64
-  br label %155
-
-155:
-  store i32 0, ptr %29, align 4
-  br label %156
-
-156:
-  %157 = load i32, ptr %29, align 4
-  %158 = load i32, ptr %12, align 4
-  %159 = icmp slt i32 %157, %158
-  br i1 %159, label %161, label %160
-
-160:
-  store i32 14, ptr %23, align 4
-  br label %219
-
-161:
-  %162 = load ptr, ptr %8, align 8
-  %163 = getelementptr inbounds nuw %struct.Blocks, ptr %162, i32 0, i32 1
-  %164 = load ptr, ptr %163, align 8
-  %165 = load i64, ptr %11, align 8
-  %166 = load i32, ptr %29, align 4
-  %167 = sext i32 %166 to i64
-  %168 = add nsw i64 %165, %167
-  %169 = load ptr, ptr %8, align 8
-  %170 = getelementptr inbounds nuw %struct.Blocks, ptr %169, i32 0, i32 11
-  %171 = load i64, ptr %170, align 8
-  %172 = mul nsw i64 %168, %171
-  %173 = getelementptr inbounds i8, ptr %164, i64 %172
-  %174 = load i64, ptr %22, align 8
-  %175 = mul nsw i64 %174, 32
-  %176 = getelementptr inbounds i8, ptr %173, i64 %175
-  store ptr %176, ptr %30, align 8
-  %177 = load i32, ptr %29, align 4
-  %178 = sext i32 %177 to i64
-  %179 = getelementptr inbounds [16 x <16 x i32>], ptr %24, i64 0, i64 %178
-  %180 = load <16 x i32>, ptr %179, align 64
-  %181 = load <64 x i8>, ptr %27, align 64
-  %182 = load ptr, ptr %30, align 8
-  %183 = load i32, ptr %26, align 4
-  %184 = sext i32 %183 to i64
-  %185 = getelementptr inbounds i32, ptr %182, i64 %184
-  %186 = load i32, ptr %185, align 4
-  %187 = load i32, ptr %13, align 4
-  %188 = call <16 x i32> @add_dot(<16 x i32> noundef %180, <64 x i8> noundef %181, i32 noundef %186, i32 noundef %187)
-  %189 = load i32, ptr %29, align 4
-  %190 = sext i32 %189 to i64
-  %191 = getelementptr inbounds [16 x <16 x i32>], ptr %24, i64 0, i64 %190
-  store <16 x i32> %188, ptr %191, align 64
-  %192 = load i32, ptr %29, align 4
-  %193 = load i32, ptr %14, align 4
-  %194 = load i32, ptr %12, align 4
-  %195 = mul nsw i32 %193, %194
-  %196 = add nsw i32 %192, %195
-  %197 = sext i32 %196 to i64
-  %198 = getelementptr inbounds [16 x <16 x i32>], ptr %24, i64 0, i64 %197
-  %199 = load <16 x i32>, ptr %198, align 64
-  %200 = load <64 x i8>, ptr %28, align 64
-  %201 = load ptr, ptr %30, align 8
-  %202 = load i32, ptr %26, align 4
-  %203 = add nsw i32 %202, 4
-  %204 = sext i32 %203 to i64
-  %205 = getelementptr inbounds i32, ptr %201, i64 %204
-  %206 = load i32, ptr %205, align 4
-  %207 = load i32, ptr %13, align 4
-  %208 = call <16 x i32> @add_dot(<16 x i32> noundef %199, <64 x i8> noundef %200, i32 noundef %206, i32 noundef %207)
-  %209 = load i32, ptr %29, align 4
-  %210 = load i32, ptr %14, align 4
-  %211 = load i32, ptr %12, align 4
-  %212 = mul nsw i32 %210, %211
-  %213 = add nsw i32 %209, %212
-  %214 = sext i32 %213 to i64
-  %215 = getelementptr inbounds [16 x <16 x i32>], ptr %24, i64 0, i64 %214
-  store <16 x i32> %208, ptr %215, align 64
-  br label %216
-
-216:
-  %217 = load i32, ptr %29, align 4
-  %218 = add nsw i32 %217, 1
-  store i32 %218, ptr %29, align 4
-  br label %156, !llvm.loop !82
-
-219:
-  br label %220
-
-220:
-  %221 = load i32, ptr %26, align 4
-  %222 = add nsw i32 %221, 1
-  store i32 %222, ptr %26, align 4
-  br label %118, !llvm.loop !83
-
-223:
-  store i32 0, ptr %31, align 4
-  br label %224
-
-224:
-  %225 = load i32, ptr %31, align 4
-  %226 = load i32, ptr %14, align 4
-  %227 = add nsw i32 1, %226
-  %228 = icmp slt i32 %225, %227
-  br i1 %228, label %230, label %229
-
-229:
-  store i32 17, ptr %23, align 4
-  br label %373
-
-230:
-  %231 = load i64, ptr %22, align 8
-  %232 = mul nsw i64 %231, 32
-  %233 = load i32, ptr %31, align 4
-  %234 = mul nsw i32 %233, 16
-  %235 = sext i32 %234 to i64
-  %236 = add nsw i64 %232, %235
-  store i64 %236, ptr %32, align 8
-  %237 = load ptr, ptr %8, align 8
-  %238 = load ptr, ptr %8, align 8
-  %239 = getelementptr inbounds nuw %struct.Blocks, ptr %238, i32 0, i32 5
-  %240 = load ptr, ptr %239, align 8
-  %241 = load ptr, ptr %8, align 8
-  %242 = getelementptr inbounds nuw %struct.Blocks, ptr %241, i32 0, i32 7
-  %243 = load ptr, ptr %242, align 8
-  %244 = load i64, ptr %9, align 8
-  %245 = load i64, ptr %10, align 8
-  %246 = load i64, ptr %32, align 8
-  %247 = call <16 x float> @group_values(ptr noundef %237, ptr noundef %240, ptr noundef %243, i64 noundef %244, i64 noundef %245, i64 noundef %246)
-  store <16 x float> %247, ptr %33, align 64
-  store <16 x float> zeroinitializer, ptr %34, align 64
-  %248 = load ptr, ptr %8, align 8
-  %249 = getelementptr inbounds nuw %struct.Blocks, ptr %248, i32 0, i32 6
-  %250 = load ptr, ptr %249, align 8
-  %251 = icmp ne ptr %250, null
-  br i1 %251, label %252, label %264
-
-252:
-  %253 = load ptr, ptr %8, align 8
-  %254 = load ptr, ptr %8, align 8
-  %255 = getelementptr inbounds nuw %struct.Blocks, ptr %254, i32 0, i32 6
-  %256 = load ptr, ptr %255, align 8
-  %257 = load ptr, ptr %8, align 8
-  %258 = getelementptr inbounds nuw %struct.Blocks, ptr %257, i32 0, i32 8
-  %259 = load ptr, ptr %258, align 8
-  %260 = load i64, ptr %9, align 8
-  %261 = load i64, ptr %10, align 8
-  %262 = load i64, ptr %32, align 8
-  %263 = call <16 x float> @group_values(ptr noundef %253, ptr noundef %256, ptr noundef %259, i64 noundef %260, i64 noundef %261, i64 noundef %262)
-  store <16 x float> %263, ptr %34, align 64
-  br label %264
-
-264:
-  store i32 0, ptr %35, align 4
-  br label %265
-
-265:
-  %266 = load i32, ptr %35, align 4
-  %267 = load i32, ptr %12, align 4
-  %268 = icmp slt i32 %266, %267
-  br i1 %268, label %270, label %269
-
-269:
-  store i32 20, ptr %23, align 4
-  br label %369
-
-270:
-  %271 = load ptr, ptr %8, align 8
-  %272 = getelementptr inbounds nuw %struct.Blocks, ptr %271, i32 0, i32 2
-  %273 = load ptr, ptr %272, align 8
-  %274 = load i64, ptr %11, align 8
-  %275 = load i32, ptr %35, align 4
-  %276 = sext i32 %275 to i64
-  %277 = add nsw i64 %274, %276
-  %278 = load i64, ptr %15, align 8
-  %279 = mul nsw i64 %277, %278
-  %280 = load i64, ptr %22, align 8
-  %281 = add nsw i64 %279, %280
-  %282 = getelementptr inbounds float, ptr %273, i64 %281
-  %283 = load float, ptr %282, align 4
-  store float %283, ptr %36, align 4
-  %284 = load ptr, ptr %8, align 8
-  %285 = getelementptr inbounds nuw %struct.Blocks, ptr %284, i32 0, i32 3
-  %286 = load ptr, ptr %285, align 8
-  %287 = load i64, ptr %11, align 8
-  %288 = load i32, ptr %35, align 4
-  %289 = sext i32 %288 to i64
-  %290 = add nsw i64 %287, %289
-  %291 = mul nsw i64 %290, 2
-  %292 = load i64, ptr %15, align 8
-  %293 = mul nsw i64 %291, %292
-  %294 = getelementptr inbounds i32, ptr %286, i64 %293
-  %295 = load i64, ptr %22, align 8
-  %296 = mul nsw i64 2, %295
-  %297 = getelementptr inbounds i32, ptr %294, i64 %296
-  store ptr %297, ptr %37, align 8
-  %298 = load i32, ptr %14, align 4
-  %299 = icmp ne i32 %298, 0
-  br i1 %299, label %300, label %306
-
-300:
-  %301 = load ptr, ptr %37, align 8
-  %302 = load i32, ptr %31, align 4
-  %303 = sext i32 %302 to i64
-  %304 = getelementptr inbounds i32, ptr %301, i64 %303
-  %305 = load i32, ptr %304, align 4
-  br label %314
-
-306:
-  %307 = load ptr, ptr %37, align 8
-  %308 = getelementptr inbounds i32, ptr %307, i64 0
-  %309 = load i32, ptr %308, align 4
-  %310 = load ptr, ptr %37, align 8
-  %311 = getelementptr inbounds i32, ptr %310, i64 1
-  %312 = load i32, ptr %311, align 4
-  %313 = add nsw i32 %309, %312
-  br label %314
-
-314:
-  %315 = phi i32 [ %305, %300 ], [ %313, %306 ]
-  store i32 %315, ptr %38, align 4
-  %316 = load i32, ptr %35, align 4
-  %317 = load i32, ptr %31, align 4
-  %318 = load i32, ptr %12, align 4
-  %319 = mul nsw i32 %317, %318
-  %320 = add nsw i32 %316, %319
-  %321 = sext i32 %320 to i64
-  %322 = getelementptr inbounds [16 x <16 x i32>], ptr %24, i64 0, i64 %321
-  %323 = load <16 x i32>, ptr %322, align 64
-  %324 = load i32, ptr %18, align 4
-  %325 = load i32, ptr %38, align 4
-  %326 = mul nsw i32 %324, %325
-  %327 = insertelement <16 x i32> poison, i32 %326, i64 0
-  %328 = shufflevector <16 x i32> %327, <16 x i32> poison, <16 x i32> zeroinitializer
-  %329 = sub <16 x i32> %323, %328
-  store <16 x i32> %329, ptr %39, align 64
-  %330 = load <16 x float>, ptr %33, align 64
-  %331 = load float, ptr %36, align 4
-  %332 = insertelement <16 x float> poison, float %331, i64 0
-  %333 = shufflevector <16 x float> %332, <16 x float> poison, <16 x i32> zeroinitializer
-  %334 = fmul <16 x float> %330, %333
-  %335 = load <16 x i32>, ptr %39, align 64
-  %336 = sitofp <16 x i32> %335 to <16 x float>
-  %337 = load i32, ptr %35, align 4
-  %338 = sext i32 %337 to i64
-  %339 = getelementptr inbounds [8 x <16 x float>], ptr %20, i64 0, i64 %338
-  %340 = load <16 x float>, ptr %339, align 64
-  %341 = call <16 x float> @fma_(<16 x float> noundef %334, <16 x float> noundef %336, <16 x float> noundef %340)
-  %342 = load i32, ptr %35, align 4
-  %343 = sext i32 %342 to i64
-  %344 = getelementptr inbounds [8 x <16 x float>], ptr %20, i64 0, i64 %343
-  store <16 x float> %341, ptr %344, align 64
-  %345 = load ptr, ptr %8, align 8
-  %346 = getelementptr inbounds nuw %struct.Blocks, ptr %345, i32 0, i32 6
-  %347 = load ptr, ptr %346, align 8
-  %348 = icmp ne ptr %347, null
-  br i1 %348, label %349, label %365
-
-349:
-  %350 = load <16 x float>, ptr %34, align 64
-  %351 = load float, ptr %36, align 4
-  %352 = load i32, ptr %38, align 4
-  %353 = sitofp i32 %352 to float
-  %354 = fmul float %351, %353
-  %355 = insertelement <16 x float> poison, float %354, i64 0
-  %356 = shufflevector <16 x float> %355, <16 x float> poison, <16 x i32> zeroinitializer
-  %357 = load i32, ptr %35, align 4
-  %358 = sext i32 %357 to i64
-  %359 = getelementptr inbounds [8 x <16 x float>], ptr %20, i64 0, i64 %358
-  %360 = load <16 x float>, ptr %359, align 64
-  %361 = call <16 x float> @fma_(<16 x float> noundef %350, <16 x float> noundef %356, <16 x float> noundef %360)
-  %362 = load i32, ptr %35, align 4
-  %363 = sext i32 %362 to i64
-  %364 = getelementptr inbounds [8 x <16 x float>], ptr %20, i64 0, i64 %363
-  store <16 x float> %361, ptr %364, align 64
-  br label %365
-
-365:
-  br label %366
-
-366:
-  %367 = load i32, ptr %35, align 4
-  %368 = add nsw i32 %367, 1
-  store i32 %368, ptr %35, align 4
-  br label %265, !llvm.loop !84
-
-369:
-  br label %370
-
-370:
-  %371 = load i32, ptr %31, align 4
-  %372 = add nsw i32 %371, 1
-  store i32 %372, ptr %31, align 4
-  br label %224, !llvm.loop !85
-
-373:
-  br label %374
-
-374:
-  %375 = load i64, ptr %22, align 8
-  %376 = add nsw i64 %375, 1
-  store i64 %376, ptr %22, align 8
-  %377 = load i64, ptr %16, align 8
-  %378 = load ptr, ptr %19, align 8
-  %379 = getelementptr inbounds i8, ptr %378, i64 %377
-  store ptr %379, ptr %19, align 8
-  br label %94, !llvm.loop !86
-
-380:
-  store i32 0, ptr %40, align 4
-  br label %381
-
-381:
-  %382 = load i32, ptr %40, align 4
-  %383 = load i32, ptr %12, align 4
-  %384 = icmp slt i32 %382, %383
-  br i1 %384, label %386, label %385
-
-385:
-  store i32 23, ptr %23, align 4
-  br label %411
-
-386:
-  %387 = load ptr, ptr %8, align 8
-  %388 = getelementptr inbounds nuw %struct.Blocks, ptr %387, i32 0, i32 9
-  %389 = load ptr, ptr %388, align 8
-  %390 = load i64, ptr %11, align 8
-  %391 = load i32, ptr %40, align 4
-  %392 = sext i32 %391 to i64
-  %393 = add nsw i64 %390, %392
-  %394 = load ptr, ptr %8, align 8
-  %395 = getelementptr inbounds nuw %struct.Blocks, ptr %394, i32 0, i32 12
-  %396 = load i64, ptr %395, align 8
-  %397 = mul nsw i64 %393, %396
-  %398 = getelementptr inbounds float, ptr %389, i64 %397
-  %399 = load i64, ptr %9, align 8
-  %400 = mul nsw i64 %399, 16
-  %401 = getelementptr inbounds float, ptr %398, i64 %400
-  %402 = load i64, ptr %10, align 8
-  %403 = getelementptr inbounds float, ptr %401, i64 %402
-  %404 = load i32, ptr %40, align 4
-  %405 = sext i32 %404 to i64
-  %406 = getelementptr inbounds [8 x <16 x float>], ptr %20, i64 0, i64 %405
-  %407 = load <16 x float>, ptr %406, align 64
-  call void @store(ptr noundef %403, <16 x float> noundef %407)
-  br label %408
-
-408:
-  %409 = load i32, ptr %40, align 4
-  %410 = add nsw i32 %409, 1
-  store i32 %410, ptr %40, align 4
-  br label %381, !llvm.loop !87
-
-411:
-  ret void
-}
-
-define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #10 {
-  %7 = alloca ptr, align 8
-  %8 = alloca i64, align 8
-  %9 = alloca i64, align 8
-  %10 = alloca i64, align 8
-  %11 = alloca i32, align 4
-  %12 = alloca i32, align 4
-  %13 = alloca i64, align 8
-  %14 = alloca i64, align 8
-  %15 = alloca ptr, align 8
-  %16 = alloca [16 x <16 x float>], align 64
-  %17 = alloca i32, align 4
-  %18 = alloca i64, align 8
-  %19 = alloca i32, align 4
-  %20 = alloca i32, align 4
-  %21 = alloca i64, align 8
-  %22 = alloca <16 x float>, align 64
-  %23 = alloca <16 x float>, align 64
-  %24 = alloca i32, align 4
-  %25 = alloca <16 x i32>, align 64
-  %26 = alloca i32, align 4
-  %27 = alloca <16 x i32>, align 64
-  %28 = alloca <16 x float>, align 64
-  %29 = alloca i32, align 4
-  %30 = alloca float, align 4
-  %31 = alloca i32, align 4
-  store ptr %0, ptr %7, align 8
-  store i64 %1, ptr %8, align 8
-  store i64 %2, ptr %9, align 8
-  store i64 %3, ptr %10, align 8
-  store i32 %4, ptr %11, align 4
-  store i32 %5, ptr %12, align 4
-  %32 = load ptr, ptr %7, align 8
-  %33 = getelementptr inbounds nuw %struct.Blocks, ptr %32, i32 0, i32 11
-  %34 = load i64, ptr %33, align 8
-  %35 = sdiv i64 %34, 32
-  store i64 %35, ptr %13, align 8
-  %36 = load i32, ptr %12, align 4
-  %37 = mul nsw i32 512, %36
-  %38 = sdiv i32 %37, 8
-  %39 = sext i32 %38 to i64
-  store i64 %39, ptr %14, align 8
-  %40 = load ptr, ptr %7, align 8
-  %41 = getelementptr inbounds nuw %struct.Blocks, ptr %40, i32 0, i32 4
-  %42 = load ptr, ptr %41, align 8
-  %43 = load i64, ptr %8, align 8
-  %44 = load i64, ptr %13, align 8
-  %45 = mul nsw i64 %43, %44
-  %46 = load i64, ptr %14, align 8
-  %47 = mul nsw i64 %45, %46
-  %48 = getelementptr inbounds i8, ptr %42, i64 %47
-  %49 = load i64, ptr %9, align 8
-  %50 = mul nsw i64 4, %49
-  %51 = getelementptr inbounds i8, ptr %48, i64 %50
-  store ptr %51, ptr %15, align 8
-  store i32 0, ptr %17, align 4
-  br label %52
-
-52:
-  %53 = load i32, ptr %17, align 4
-  %54 = load i32, ptr %11, align 4
-  %55 = mul nsw i32 2, %54
-  %56 = icmp slt i32 %53, %55
-  br i1 %56, label %58, label %57
-
-57:
-  br label %65
-
-58:
-  %59 = load i32, ptr %17, align 4
-  %60 = sext i32 %59 to i64
-  %61 = getelementptr inbounds [16 x <16 x float>], ptr %16, i64 0, i64 %60
-  store <16 x float> zeroinitializer, ptr %61, align 64
-  br label %62
-
-62:
-  %63 = load i32, ptr %17, align 4
-  %64 = add nsw i32 %63, 1
-  store i32 %64, ptr %17, align 4
-  br label %52, !llvm.loop !88
-
-65:
-  store i64 0, ptr %18, align 8
-  br label %66
-
-66:
-  %67 = load i64, ptr %18, align 8
-  %68 = load i64, ptr %13, align 8
-  %69 = icmp slt i64 %67, %68
-  br i1 %69, label %71, label %70
-
-70:
-  store i32 5, ptr %19, align 4
-  br label %244
-
-71:
-  %72 = load ptr, ptr %15, align 8
-  %73 = load i64, ptr %14, align 8
-  call void @prefetch(ptr noundef %72, i64 noundef %73, i64 noundef 4096)
-  store i32 0, ptr %20, align 4
+  %61 = phi i32 [ %54, %52 ], [ %59, %55 ]
+  store i32 %61, ptr %15, align 4
+  %62 = load ptr, ptr %6, align 8
+  %63 = getelementptr inbounds nuw %struct.Blocks, ptr %62, i32 0, i32 5
+  %64 = load ptr, ptr %63, align 8
+  %65 = load i64, ptr %7, align 8
+  %66 = load i64, ptr %11, align 8
+  %67 = mul nsw i64 %65, %66
+  %68 = load i64, ptr %12, align 8
+  %69 = mul nsw i64 %67, %68
+  %70 = getelementptr inbounds i8, ptr %64, i64 %69
+  %71 = load i64, ptr %8, align 8
+  %72 = mul nsw i64 4, %71
+  %73 = getelementptr inbounds i8, ptr %70, i64 %72
+  store ptr %73, ptr %16, align 8
+  store i32 0, ptr %18, align 4
   br label %74
 
 74:
-  %75 = load i32, ptr %20, align 4
-  %76 = icmp slt i32 %75, 2
-  br i1 %76, label %78, label %77
-
-77:
-  store i32 8, ptr %19, align 4
-  br label %237
+  %75 = load i32, ptr %18, align 4
+  %76 = load i32, ptr %10, align 4
+  %77 = icmp slt i32 %75, %76
+  br i1 %77, label %79, label %78
 
 78:
-  %79 = load i64, ptr %18, align 8
-  %80 = mul nsw i64 %79, 32
-  %81 = load i32, ptr %20, align 4
-  %82 = mul nsw i32 %81, 16
-  %83 = sext i32 %82 to i64
-  %84 = add nsw i64 %80, %83
-  store i64 %84, ptr %21, align 8
-  %85 = load ptr, ptr %7, align 8
-  %86 = load ptr, ptr %7, align 8
-  %87 = getelementptr inbounds nuw %struct.Blocks, ptr %86, i32 0, i32 5
-  %88 = load ptr, ptr %87, align 8
-  %89 = load ptr, ptr %7, align 8
-  %90 = getelementptr inbounds nuw %struct.Blocks, ptr %89, i32 0, i32 7
-  %91 = load ptr, ptr %90, align 8
-  %92 = load i64, ptr %8, align 8
-  %93 = load i64, ptr %9, align 8
-  %94 = load i64, ptr %21, align 8
-  %95 = call <16 x float> @group_values(ptr noundef %85, ptr noundef %88, ptr noundef %91, i64 noundef %92, i64 noundef %93, i64 noundef %94)
-  store <16 x float> %95, ptr %22, align 64
-  %96 = load <16 x float>, ptr %22, align 64
-  %97 = load i32, ptr %12, align 4
-  %98 = icmp eq i32 %97, 4
-  %99 = zext i1 %98 to i64
-  %100 = select i1 %98, float -8.000000e+00, float 0.000000e+00
-  %101 = insertelement <16 x float> poison, float %100, i64 0
-  %102 = shufflevector <16 x float> %101, <16 x float> poison, <16 x i32> zeroinitializer
-  %103 = fmul <16 x float> %96, %102
-  store <16 x float> %103, ptr %23, align 64
-  %104 = load ptr, ptr %7, align 8
-  %105 = getelementptr inbounds nuw %struct.Blocks, ptr %104, i32 0, i32 6
-  %106 = load ptr, ptr %105, align 8
-  %107 = icmp ne ptr %106, null
-  br i1 %107, label %108, label %120
+  br label %86
 
-108:
-  %109 = load ptr, ptr %7, align 8
-  %110 = load ptr, ptr %7, align 8
-  %111 = getelementptr inbounds nuw %struct.Blocks, ptr %110, i32 0, i32 6
-  %112 = load ptr, ptr %111, align 8
-  %113 = load ptr, ptr %7, align 8
-  %114 = getelementptr inbounds nuw %struct.Blocks, ptr %113, i32 0, i32 8
-  %115 = load ptr, ptr %114, align 8
-  %116 = load i64, ptr %8, align 8
-  %117 = load i64, ptr %9, align 8
-  %118 = load i64, ptr %21, align 8
-  %119 = call <16 x float> @group_values(ptr noundef %109, ptr noundef %112, ptr noundef %115, i64 noundef %116, i64 noundef %117, i64 noundef %118)
-  store <16 x float> %119, ptr %23, align 64
-  br label %120
+79:
+  %80 = load i32, ptr %18, align 4
+  %81 = sext i32 %80 to i64
+  %82 = getelementptr inbounds [8 x <16 x float>], ptr %17, i64 0, i64 %81
+  store <16 x float> zeroinitializer, ptr %82, align 64
+  br label %83
 
-120:
-  store i32 0, ptr %24, align 4
-  br label %121
+83:
+  %84 = load i32, ptr %18, align 4
+  %85 = add nsw i32 %84, 1
+  store i32 %85, ptr %18, align 4
+  br label %74, !llvm.loop !78
 
-121:
-  %122 = load i32, ptr %24, align 4
-  %123 = icmp slt i32 %122, 4
-  br i1 %123, label %125, label %124
+86:
+  store i64 0, ptr %19, align 8
+  br label %87
 
-124:
-  store i32 11, ptr %19, align 4
-  br label %233
+87:
+  %88 = load i64, ptr %19, align 8
+  %89 = load i64, ptr %11, align 8
+  %90 = icmp slt i64 %88, %89
+  br i1 %90, label %92, label %91
 
-125:
-  %126 = load ptr, ptr %15, align 8
-  %127 = load i32, ptr %12, align 4
-  %128 = icmp eq i32 %127, 4
-  br i1 %128, label %129, label %131
+91:
+  store i32 5, ptr %20, align 4
+  br label %365
 
-129:
-  %130 = load i32, ptr %24, align 4
-  br label %136
+92:
+  store i32 0, ptr %22, align 4
+  br label %93
 
-131:
-  %132 = load i32, ptr %20, align 4
-  %133 = mul nsw i32 4, %132
-  %134 = load i32, ptr %24, align 4
-  %135 = add nsw i32 %133, %134
-  br label %136
+93:
+  %94 = load i32, ptr %22, align 4
+  %95 = load i32, ptr %10, align 4
+  %96 = load i32, ptr %13, align 4
+  %97 = mul nsw i32 %95, %96
+  %98 = icmp slt i32 %94, %97
+  br i1 %98, label %100, label %99
 
-136:
-  %137 = phi i32 [ %130, %129 ], [ %135, %131 ]
-  %138 = mul nsw i32 64, %137
-  %139 = sext i32 %138 to i64
-  %140 = getelementptr inbounds i8, ptr %126, i64 %139
-  %141 = load <16 x i32>, ptr %140, align 1
-  store <16 x i32> %141, ptr %25, align 64
-  store i32 0, ptr %26, align 4
-  br label %142
+99:
+  store i32 8, ptr %20, align 4
+  br label %135
+
+100:
+  %101 = load i32, ptr %15, align 4
+  %102 = sub nsw i32 0, %101
+  %103 = load ptr, ptr %6, align 8
+  %104 = getelementptr inbounds nuw %struct.Blocks, ptr %103, i32 0, i32 3
+  %105 = load ptr, ptr %104, align 8
+  %106 = load i64, ptr %9, align 8
+  %107 = load i32, ptr %22, align 4
+  %108 = load i32, ptr %10, align 4
+  %109 = srem i32 %107, %108
+  %110 = sext i32 %109 to i64
+  %111 = add nsw i64 %106, %110
+  %112 = load i64, ptr %11, align 8
+  %113 = mul nsw i64 %111, %112
+  %114 = load i64, ptr %19, align 8
+  %115 = add nsw i64 %113, %114
+  %116 = load i32, ptr %13, align 4
+  %117 = sext i32 %116 to i64
+  %118 = mul nsw i64 %115, %117
+  %119 = load i32, ptr %22, align 4
+  %120 = load i32, ptr %10, align 4
+  %121 = sdiv i32 %119, %120
+  %122 = sext i32 %121 to i64
+  %123 = add nsw i64 %118, %122
+  %124 = getelementptr inbounds i32, ptr %105, i64 %123
+  %125 = load i32, ptr %124, align 4
+  %126 = mul nsw i32 %102, %125
+  %127 = insertelement <16 x i32> poison, i32 %126, i64 0
+  %128 = shufflevector <16 x i32> %127, <16 x i32> poison, <16 x i32> zeroinitializer
+  %129 = load i32, ptr %22, align 4
+  %130 = sext i32 %129 to i64
+  %131 = getelementptr inbounds [16 x <16 x i32>], ptr %21, i64 0, i64 %130
+  store <16 x i32> %128, ptr %131, align 64
+  br label %132
+
+132:
+  %133 = load i32, ptr %22, align 4
+  %134 = add nsw i32 %133, 1
+  store i32 %134, ptr %22, align 4
+  br label %93, !llvm.loop !79
+
+135:
+  %136 = load ptr, ptr %16, align 8
+  %137 = load i64, ptr %12, align 8
+  call void @prefetch(ptr noundef %136, i64 noundef %137, i64 noundef 4096)
+  store i32 0, ptr %23, align 4
+  br label %138
+
+138:
+  %139 = load i32, ptr %23, align 4
+  %140 = icmp slt i32 %139, 4
+  br i1 %140, label %142, label %141
+
+141:
+  store i32 11, ptr %20, align 4
+  br label %243
 
 142:
-  %143 = load i32, ptr %26, align 4
-  %144 = icmp slt i32 %143, 4
-  br i1 %144, label %146, label %145
+  %143 = load ptr, ptr %16, align 8
+  %144 = load i32, ptr %23, align 4
+  %145 = mul nsw i32 64, %144
+  %146 = sext i32 %145 to i64
+  %147 = getelementptr inbounds i8, ptr %143, i64 %146
+  %148 = load <64 x i8>, ptr %147, align 1
+  store <64 x i8> %148, ptr %24, align 64
+  %149 = load <64 x i8>, ptr %24, align 64
+  %150 = lshr <64 x i8> %149, splat (i8 4)
+  store <64 x i8> %150, ptr %25, align 64
+  %151 = load i64, ptr @code_bits, align 8
+  %152 = icmp eq i64 %151, 4
+  br i1 %152, label %153, label %156
 
-145:
-  store i32 14, ptr %19, align 4
-  br label %229
+153:
+  %154 = load <64 x i8>, ptr %24, align 64
+  %155 = and <64 x i8> %154, splat (i8 15)
+  store <64 x i8> %155, ptr %24, align 64
+  br label %164
 
-146:
-  %147 = load i32, ptr %12, align 4
-  %148 = icmp eq i32 %147, 4
-  br i1 %148, label %149, label %160
+156:
+  %157 = load ptr, ptr %16, align 8
+  %158 = load i32, ptr %23, align 4
+  %159 = add nsw i32 %158, 4
+  %160 = mul nsw i32 64, %159
+  %161 = sext i32 %160 to i64
+  %162 = getelementptr inbounds i8, ptr %157, i64 %161
+  %163 = load <64 x i8>, ptr %162, align 1
+  store <64 x i8> %163, ptr %25, align 64
+  br label %164
 
-149:
-  %150 = load <16 x i32>, ptr %25, align 64
-  %151 = load i32, ptr %26, align 4
-  %152 = mul nsw i32 8, %151
-  %153 = load i32, ptr %20, align 4
-  %154 = mul nsw i32 4, %153
-  %155 = add nsw i32 %152, %154
-  %156 = insertelement <16 x i32> poison, i32 %155, i64 0
-  %157 = shufflevector <16 x i32> %156, <16 x i32> poison, <16 x i32> zeroinitializer
-  %158 = ashr <16 x i32> %150, %157
-  %159 = and <16 x i32> %158, splat (i32 15)
-  br label %169
+164:
+  %165 = load i64, ptr @code_bits, align 8
+  %166 = icmp eq i64 %165, 8
+  br i1 %166, label %167, label %175
 
-160:
-  %161 = load <16 x i32>, ptr %25, align 64
-  %162 = load i32, ptr %26, align 4
-  %163 = mul nsw i32 8, %162
-  %164 = sub nsw i32 24, %163
-  %165 = insertelement <16 x i32> poison, i32 %164, i64 0
-  %166 = shufflevector <16 x i32> %165, <16 x i32> poison, <16 x i32> zeroinitializer
-  %167 = shl <16 x i32> %161, %166
-  %168 = ashr <16 x i32> %167, splat (i32 24)
-  br label %169
+167:
+  %168 = load i32, ptr %14, align 4
+  %169 = icmp ne i32 %168, 0
+  br i1 %169, label %170, label %175
 
-169:
-  %170 = phi <16 x i32> [ %159, %149 ], [ %168, %160 ]
-  store <16 x i32> %170, ptr %27, align 64
-  %171 = load <16 x i32>, ptr %27, align 64
-  %172 = sitofp <16 x i32> %171 to <16 x float>
-  %173 = load <16 x float>, ptr %22, align 64
-  %174 = load <16 x float>, ptr %23, align 64
-  %175 = call <16 x float> @fma_(<16 x float> noundef %172, <16 x float> noundef %173, <16 x float> noundef %174)
-  store <16 x float> %175, ptr %28, align 64
-  store i32 0, ptr %29, align 4
+170:
+  %171 = load <64 x i8>, ptr %24, align 64
+  %172 = xor <64 x i8> %171, splat (i8 -128)
+  store <64 x i8> %172, ptr %24, align 64
+  %173 = load <64 x i8>, ptr %25, align 64
+  %174 = xor <64 x i8> %173, splat (i8 -128)
+  store <64 x i8> %174, ptr %25, align 64
+  br label %175
+
+175:
+  store i32 0, ptr %26, align 4
   br label %176
 
 176:
-  %177 = load i32, ptr %29, align 4
-  %178 = load i32, ptr %11, align 4
+  %177 = load i32, ptr %26, align 4
+  %178 = load i32, ptr %10, align 4
   %179 = icmp slt i32 %177, %178
   br i1 %179, label %181, label %180
 
 180:
-  store i32 17, ptr %19, align 4
-  br label %225
+  store i32 14, ptr %20, align 4
+  br label %239
 
 181:
-  %182 = load ptr, ptr %7, align 8
-  %183 = getelementptr inbounds nuw %struct.Blocks, ptr %182, i32 0, i32 0
+  %182 = load ptr, ptr %6, align 8
+  %183 = getelementptr inbounds nuw %struct.Blocks, ptr %182, i32 0, i32 1
   %184 = load ptr, ptr %183, align 8
-  %185 = load i64, ptr %10, align 8
-  %186 = load i32, ptr %29, align 4
+  %185 = load i64, ptr %9, align 8
+  %186 = load i32, ptr %26, align 4
   %187 = sext i32 %186 to i64
   %188 = add nsw i64 %185, %187
-  %189 = load ptr, ptr %7, align 8
-  %190 = getelementptr inbounds nuw %struct.Blocks, ptr %189, i32 0, i32 11
+  %189 = load ptr, ptr %6, align 8
+  %190 = getelementptr inbounds nuw %struct.Blocks, ptr %189, i32 0, i32 12
   %191 = load i64, ptr %190, align 8
   %192 = mul nsw i64 %188, %191
-  %193 = load i64, ptr %21, align 8
-  %194 = add nsw i64 %192, %193
-  %195 = load i32, ptr %24, align 4
-  %196 = mul nsw i32 4, %195
-  %197 = sext i32 %196 to i64
-  %198 = add nsw i64 %194, %197
-  %199 = load i32, ptr %26, align 4
-  %200 = sext i32 %199 to i64
-  %201 = add nsw i64 %198, %200
-  %202 = getelementptr inbounds float, ptr %184, i64 %201
-  %203 = load float, ptr %202, align 4
-  store float %203, ptr %30, align 4
-  %204 = load float, ptr %30, align 4
-  %205 = insertelement <16 x float> poison, float %204, i64 0
-  %206 = shufflevector <16 x float> %205, <16 x float> poison, <16 x i32> zeroinitializer
-  %207 = load <16 x float>, ptr %28, align 64
-  %208 = load i32, ptr %29, align 4
-  %209 = mul nsw i32 2, %208
-  %210 = load i32, ptr %20, align 4
-  %211 = add nsw i32 %209, %210
-  %212 = sext i32 %211 to i64
-  %213 = getelementptr inbounds [16 x <16 x float>], ptr %16, i64 0, i64 %212
-  %214 = load <16 x float>, ptr %213, align 64
-  %215 = call <16 x float> @fma_(<16 x float> noundef %206, <16 x float> noundef %207, <16 x float> noundef %214)
-  %216 = load i32, ptr %29, align 4
-  %217 = mul nsw i32 2, %216
-  %218 = load i32, ptr %20, align 4
-  %219 = add nsw i32 %217, %218
-  %220 = sext i32 %219 to i64
-  %221 = getelementptr inbounds [16 x <16 x float>], ptr %16, i64 0, i64 %220
-  store <16 x float> %215, ptr %221, align 64
-  br label %222
+  %193 = getelementptr inbounds i8, ptr %184, i64 %192
+  %194 = load i64, ptr %19, align 8
+  %195 = mul nsw i64 %194, 32
+  %196 = getelementptr inbounds i8, ptr %193, i64 %195
+  store ptr %196, ptr %27, align 8
+  %197 = load i32, ptr %26, align 4
+  %198 = sext i32 %197 to i64
+  %199 = getelementptr inbounds [16 x <16 x i32>], ptr %21, i64 0, i64 %198
+  %200 = load <16 x i32>, ptr %199, align 64
+  %201 = load <64 x i8>, ptr %24, align 64
+  %202 = load ptr, ptr %27, align 8
+  %203 = load i32, ptr %23, align 4
+  %204 = sext i32 %203 to i64
+  %205 = getelementptr inbounds i32, ptr %202, i64 %204
+  %206 = load i32, ptr %205, align 4
+  %207 = call <16 x i32> @add_dot(<16 x i32> noundef %200, <64 x i8> noundef %201, i32 noundef %206)
+  %208 = load i32, ptr %26, align 4
+  %209 = sext i32 %208 to i64
+  %210 = getelementptr inbounds [16 x <16 x i32>], ptr %21, i64 0, i64 %209
+  store <16 x i32> %207, ptr %210, align 64
+  %211 = load i32, ptr %26, align 4
+  %212 = load i32, ptr %13, align 4
+  %213 = sub nsw i32 %212, 1
+  %214 = load i32, ptr %10, align 4
+  %215 = mul nsw i32 %213, %214
+  %216 = add nsw i32 %211, %215
+  %217 = sext i32 %216 to i64
+  %218 = getelementptr inbounds [16 x <16 x i32>], ptr %21, i64 0, i64 %217
+  %219 = load <16 x i32>, ptr %218, align 64
+  %220 = load <64 x i8>, ptr %25, align 64
+  %221 = load ptr, ptr %27, align 8
+  %222 = load i32, ptr %23, align 4
+  %223 = add nsw i32 %222, 4
+  %224 = sext i32 %223 to i64
+  %225 = getelementptr inbounds i32, ptr %221, i64 %224
+  %226 = load i32, ptr %225, align 4
+  %227 = call <16 x i32> @add_dot(<16 x i32> noundef %219, <64 x i8> noundef %220, i32 noundef %226)
+  %228 = load i32, ptr %26, align 4
+  %229 = load i32, ptr %13, align 4
+  %230 = sub nsw i32 %229, 1
+  %231 = load i32, ptr %10, align 4
+  %232 = mul nsw i32 %230, %231
+  %233 = add nsw i32 %228, %232
+  %234 = sext i32 %233 to i64
+  %235 = getelementptr inbounds [16 x <16 x i32>], ptr %21, i64 0, i64 %234
+  store <16 x i32> %227, ptr %235, align 64
+  br label %236
 
-222:
-  %223 = load i32, ptr %29, align 4
-  %224 = add nsw i32 %223, 1
-  store i32 %224, ptr %29, align 4
-  br label %176, !llvm.loop !89
+236:
+  %237 = load i32, ptr %26, align 4
+  %238 = add nsw i32 %237, 1
+  store i32 %238, ptr %26, align 4
+  br label %176, !llvm.loop !80
 
-225:
-  br label %226
+239:
+  br label %240
 
-226:
-  %227 = load i32, ptr %26, align 4
-  %228 = add nsw i32 %227, 1
-  store i32 %228, ptr %26, align 4
-  br label %142, !llvm.loop !90
+240:
+  %241 = load i32, ptr %23, align 4
+  %242 = add nsw i32 %241, 1
+  store i32 %242, ptr %23, align 4
+  br label %138, !llvm.loop !81
 
-229:
-  br label %230
-
-230:
-  %231 = load i32, ptr %24, align 4
-  %232 = add nsw i32 %231, 1
-  store i32 %232, ptr %24, align 4
-  br label %121, !llvm.loop !91
-
-233:
-  br label %234
-
-234:
-  %235 = load i32, ptr %20, align 4
-  %236 = add nsw i32 %235, 1
-  store i32 %236, ptr %20, align 4
-  br label %74, !llvm.loop !92
-
-237:
-  br label %238
-
-238:
-  %239 = load i64, ptr %18, align 8
-  %240 = add nsw i64 %239, 1
-  store i64 %240, ptr %18, align 8
-  %241 = load i64, ptr %14, align 8
-  %242 = load ptr, ptr %15, align 8
-  %243 = getelementptr inbounds i8, ptr %242, i64 %241
-  store ptr %243, ptr %15, align 8
-  br label %66, !llvm.loop !93
+243:
+  store i32 0, ptr %28, align 4
+  br label %244
 
 244:
-  store i32 0, ptr %31, align 4
-  br label %245
+  %245 = load i32, ptr %28, align 4
+  %246 = load i32, ptr %13, align 4
+  %247 = icmp slt i32 %245, %246
+  br i1 %247, label %249, label %248
 
-245:
-  %246 = load i32, ptr %31, align 4
-  %247 = load i32, ptr %11, align 4
-  %248 = icmp slt i32 %246, %247
-  br i1 %248, label %250, label %249
+248:
+  store i32 17, ptr %20, align 4
+  br label %358
 
 249:
-  store i32 20, ptr %19, align 4
-  br label %283
+  %250 = load i64, ptr %19, align 8
+  %251 = mul nsw i64 %250, 32
+  %252 = load i32, ptr %28, align 4
+  %253 = mul nsw i32 %252, 16
+  %254 = sext i32 %253 to i64
+  %255 = add nsw i64 %251, %254
+  store i64 %255, ptr %29, align 8
+  %256 = load ptr, ptr %6, align 8
+  %257 = load ptr, ptr %6, align 8
+  %258 = getelementptr inbounds nuw %struct.Blocks, ptr %257, i32 0, i32 6
+  %259 = load ptr, ptr %258, align 8
+  %260 = load ptr, ptr %6, align 8
+  %261 = getelementptr inbounds nuw %struct.Blocks, ptr %260, i32 0, i32 8
+  %262 = load ptr, ptr %261, align 8
+  %263 = load i64, ptr %7, align 8
+  %264 = load i64, ptr %8, align 8
+  %265 = load i64, ptr %29, align 8
+  %266 = call <16 x float> @group_values(ptr noundef %256, ptr noundef %259, ptr noundef %262, i64 noundef %263, i64 noundef %264, i64 noundef %265)
+  store <16 x float> %266, ptr %30, align 64
+  store <16 x float> zeroinitializer, ptr %31, align 64
+  %267 = load i64, ptr @has_minimum, align 8
+  %268 = icmp ne i64 %267, 0
+  br i1 %268, label %269, label %281
 
-250:
-  %251 = load ptr, ptr %7, align 8
-  %252 = getelementptr inbounds nuw %struct.Blocks, ptr %251, i32 0, i32 9
-  %253 = load ptr, ptr %252, align 8
-  %254 = load i64, ptr %10, align 8
-  %255 = load i32, ptr %31, align 4
-  %256 = sext i32 %255 to i64
-  %257 = add nsw i64 %254, %256
-  %258 = load ptr, ptr %7, align 8
-  %259 = getelementptr inbounds nuw %struct.Blocks, ptr %258, i32 0, i32 12
-  %260 = load i64, ptr %259, align 8
-  %261 = mul nsw i64 %257, %260
-  %262 = getelementptr inbounds float, ptr %253, i64 %261
-  %263 = load i64, ptr %8, align 8
-  %264 = mul nsw i64 %263, 16
-  %265 = getelementptr inbounds float, ptr %262, i64 %264
-  %266 = load i64, ptr %9, align 8
-  %267 = getelementptr inbounds float, ptr %265, i64 %266
-  %268 = load i32, ptr %31, align 4
-  %269 = mul nsw i32 2, %268
-  %270 = sext i32 %269 to i64
-  %271 = getelementptr inbounds [16 x <16 x float>], ptr %16, i64 0, i64 %270
-  %272 = load <16 x float>, ptr %271, align 64
-  %273 = load i32, ptr %31, align 4
-  %274 = mul nsw i32 2, %273
-  %275 = add nsw i32 %274, 1
-  %276 = sext i32 %275 to i64
-  %277 = getelementptr inbounds [16 x <16 x float>], ptr %16, i64 0, i64 %276
-  %278 = load <16 x float>, ptr %277, align 64
-  %279 = fadd <16 x float> %272, %278
-  call void @store(ptr noundef %267, <16 x float> noundef %279)
-  br label %280
+269:
+  %270 = load ptr, ptr %6, align 8
+  %271 = load ptr, ptr %6, align 8
+  %272 = getelementptr inbounds nuw %struct.Blocks, ptr %271, i32 0, i32 7
+  %273 = load ptr, ptr %272, align 8
+  %274 = load ptr, ptr %6, align 8
+  %275 = getelementptr inbounds nuw %struct.Blocks, ptr %274, i32 0, i32 9
+  %276 = load ptr, ptr %275, align 8
+  %277 = load i64, ptr %7, align 8
+  %278 = load i64, ptr %8, align 8
+  %279 = load i64, ptr %29, align 8
+  %280 = call <16 x float> @group_values(ptr noundef %270, ptr noundef %273, ptr noundef %276, i64 noundef %277, i64 noundef %278, i64 noundef %279)
+  store <16 x float> %280, ptr %31, align 64
+  br label %281
 
-280:
-  %281 = load i32, ptr %31, align 4
-  %282 = add nsw i32 %281, 1
-  store i32 %282, ptr %31, align 4
-  br label %245, !llvm.loop !94
+281:
+  store i32 0, ptr %32, align 4
+  br label %282
 
-283:
+282:
+  %283 = load i32, ptr %32, align 4
+  %284 = load i32, ptr %10, align 4
+  %285 = icmp slt i32 %283, %284
+  br i1 %285, label %287, label %286
+
+286:
+  store i32 20, ptr %20, align 4
+  br label %354
+
+287:
+  %288 = load i64, ptr %9, align 8
+  %289 = load i32, ptr %32, align 4
+  %290 = sext i32 %289 to i64
+  %291 = add nsw i64 %288, %290
+  %292 = load i64, ptr %11, align 8
+  %293 = mul nsw i64 %291, %292
+  %294 = load i64, ptr %19, align 8
+  %295 = add nsw i64 %293, %294
+  store i64 %295, ptr %33, align 8
+  %296 = load i32, ptr %32, align 4
+  %297 = load i32, ptr %28, align 4
+  %298 = load i32, ptr %10, align 4
+  %299 = mul nsw i32 %297, %298
+  %300 = add nsw i32 %296, %299
+  %301 = sext i32 %300 to i64
+  %302 = getelementptr inbounds [16 x <16 x i32>], ptr %21, i64 0, i64 %301
+  %303 = load <16 x i32>, ptr %302, align 64
+  %304 = sitofp <16 x i32> %303 to <16 x float>
+  store <16 x float> %304, ptr %34, align 64
+  %305 = load <16 x float>, ptr %30, align 64
+  %306 = load ptr, ptr %6, align 8
+  %307 = getelementptr inbounds nuw %struct.Blocks, ptr %306, i32 0, i32 2
+  %308 = load ptr, ptr %307, align 8
+  %309 = load i64, ptr %33, align 8
+  %310 = getelementptr inbounds float, ptr %308, i64 %309
+  %311 = load float, ptr %310, align 4
+  %312 = insertelement <16 x float> poison, float %311, i64 0
+  %313 = shufflevector <16 x float> %312, <16 x float> poison, <16 x i32> zeroinitializer
+  %314 = fmul <16 x float> %305, %313
+  %315 = load <16 x float>, ptr %34, align 64
+  %316 = load i32, ptr %32, align 4
+  %317 = sext i32 %316 to i64
+  %318 = getelementptr inbounds [8 x <16 x float>], ptr %17, i64 0, i64 %317
+  %319 = load <16 x float>, ptr %318, align 64
+  %320 = call <16 x float> @fma_(<16 x float> noundef %314, <16 x float> noundef %315, <16 x float> noundef %319)
+  %321 = load i32, ptr %32, align 4
+  %322 = sext i32 %321 to i64
+  %323 = getelementptr inbounds [8 x <16 x float>], ptr %17, i64 0, i64 %322
+  store <16 x float> %320, ptr %323, align 64
+  %324 = load i64, ptr @has_minimum, align 8
+  %325 = icmp ne i64 %324, 0
+  br i1 %325, label %326, label %350
+
+326:
+  %327 = load <16 x float>, ptr %31, align 64
+  %328 = load ptr, ptr %6, align 8
+  %329 = getelementptr inbounds nuw %struct.Blocks, ptr %328, i32 0, i32 4
+  %330 = load ptr, ptr %329, align 8
+  %331 = load i64, ptr %33, align 8
+  %332 = load i32, ptr %13, align 4
+  %333 = sext i32 %332 to i64
+  %334 = mul nsw i64 %331, %333
+  %335 = load i32, ptr %28, align 4
+  %336 = sext i32 %335 to i64
+  %337 = add nsw i64 %334, %336
+  %338 = getelementptr inbounds float, ptr %330, i64 %337
+  %339 = load float, ptr %338, align 4
+  %340 = insertelement <16 x float> poison, float %339, i64 0
+  %341 = shufflevector <16 x float> %340, <16 x float> poison, <16 x i32> zeroinitializer
+  %342 = load i32, ptr %32, align 4
+  %343 = sext i32 %342 to i64
+  %344 = getelementptr inbounds [8 x <16 x float>], ptr %17, i64 0, i64 %343
+  %345 = load <16 x float>, ptr %344, align 64
+  %346 = call <16 x float> @fma_(<16 x float> noundef %327, <16 x float> noundef %341, <16 x float> noundef %345)
+  %347 = load i32, ptr %32, align 4
+  %348 = sext i32 %347 to i64
+  %349 = getelementptr inbounds [8 x <16 x float>], ptr %17, i64 0, i64 %348
+  store <16 x float> %346, ptr %349, align 64
+  br label %350
+
+350:
+  br label %351
+
+351:
+  %352 = load i32, ptr %32, align 4
+  %353 = add nsw i32 %352, 1
+  store i32 %353, ptr %32, align 4
+  br label %282, !llvm.loop !82
+
+354:
+  br label %355
+
+355:
+  %356 = load i32, ptr %28, align 4
+  %357 = add nsw i32 %356, 1
+  store i32 %357, ptr %28, align 4
+  br label %244, !llvm.loop !83
+
+358:
+  br label %359
+
+359:
+  %360 = load i64, ptr %19, align 8
+  %361 = add nsw i64 %360, 1
+  store i64 %361, ptr %19, align 8
+  %362 = load i64, ptr %12, align 8
+  %363 = load ptr, ptr %16, align 8
+  %364 = getelementptr inbounds i8, ptr %363, i64 %362
+  store ptr %364, ptr %16, align 8
+  br label %87, !llvm.loop !84
+
+365:
+  store i32 0, ptr %35, align 4
+  br label %366
+
+366:
+  %367 = load i32, ptr %35, align 4
+  %368 = load i32, ptr %10, align 4
+  %369 = icmp slt i32 %367, %368
+  br i1 %369, label %371, label %370
+
+370:
+  store i32 23, ptr %20, align 4
+  br label %396
+
+371:
+  %372 = load ptr, ptr %6, align 8
+  %373 = getelementptr inbounds nuw %struct.Blocks, ptr %372, i32 0, i32 10
+  %374 = load ptr, ptr %373, align 8
+  %375 = load i64, ptr %9, align 8
+  %376 = load i32, ptr %35, align 4
+  %377 = sext i32 %376 to i64
+  %378 = add nsw i64 %375, %377
+  %379 = load ptr, ptr %6, align 8
+  %380 = getelementptr inbounds nuw %struct.Blocks, ptr %379, i32 0, i32 13
+  %381 = load i64, ptr %380, align 8
+  %382 = mul nsw i64 %378, %381
+  %383 = getelementptr inbounds float, ptr %374, i64 %382
+  %384 = load i64, ptr %7, align 8
+  %385 = mul nsw i64 %384, 16
+  %386 = getelementptr inbounds float, ptr %383, i64 %385
+  %387 = load i64, ptr %8, align 8
+  %388 = getelementptr inbounds float, ptr %386, i64 %387
+  %389 = load i32, ptr %35, align 4
+  %390 = sext i32 %389 to i64
+  %391 = getelementptr inbounds [8 x <16 x float>], ptr %17, i64 0, i64 %390
+  %392 = load <16 x float>, ptr %391, align 64
+  call void @store(ptr noundef %388, <16 x float> noundef %392)
+  br label %393
+
+393:
+  %394 = load i32, ptr %35, align 4
+  %395 = add nsw i32 %394, 1
+  store i32 %395, ptr %35, align 4
+  br label %366, !llvm.loop !85
+
+396:
   ret void
 }
 
-define internal <16 x i32> @add_dot(<16 x i32> noundef %0, <64 x i8> noundef %1, i32 noundef %2, i32 noundef %3) #10 {
-  %5 = alloca <16 x i32>, align 64
-  %6 = alloca <64 x i8>, align 64
-  %7 = alloca i32, align 4
-  %8 = alloca i32, align 4
-  %9 = alloca <16 x i32>, align 64
-  store <16 x i32> %0, ptr %5, align 64
-  store <64 x i8> %1, ptr %6, align 64
-  store i32 %2, ptr %7, align 4
-  store i32 %3, ptr %8, align 4
-  %10 = load i32, ptr %7, align 4
-  %11 = insertelement <16 x i32> poison, i32 %10, i64 0
-  %12 = shufflevector <16 x i32> %11, <16 x i32> poison, <16 x i32> zeroinitializer
-  store <16 x i32> %12, ptr %9, align 64
-  %13 = load <16 x i32>, ptr %5, align 64
-  %14 = load <64 x i8>, ptr %6, align 64
-  %15 = load <16 x i32>, ptr %9, align 64
-  %16 = bitcast <16 x i32> %15 to <64 x i8>
-  %17 = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %13, <64 x i8> %14, <64 x i8> %16)
-  ret <16 x i32> %17
+define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #10 {
+  %6 = alloca ptr, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca i32, align 4
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca ptr, align 8
+  %14 = alloca [16 x <16 x float>], align 64
+  %15 = alloca i32, align 4
+  %16 = alloca i64, align 8
+  %17 = alloca i32, align 4
+  %18 = alloca i32, align 4
+  %19 = alloca i64, align 8
+  %20 = alloca <16 x float>, align 64
+  %21 = alloca <16 x float>, align 64
+  %22 = alloca i32, align 4
+  %23 = alloca <16 x i32>, align 64
+  %24 = alloca i32, align 4
+  %25 = alloca <16 x i32>, align 64
+  %26 = alloca <16 x float>, align 64
+  %27 = alloca i32, align 4
+  %28 = alloca float, align 4
+  %29 = alloca i32, align 4
+  store ptr %0, ptr %6, align 8
+  store i64 %1, ptr %7, align 8
+  store i64 %2, ptr %8, align 8
+  store i64 %3, ptr %9, align 8
+  store i32 %4, ptr %10, align 4
+  %30 = load ptr, ptr %6, align 8
+  %31 = getelementptr inbounds nuw %struct.Blocks, ptr %30, i32 0, i32 12
+  %32 = load i64, ptr %31, align 8
+  %33 = sdiv i64 %32, 32
+  store i64 %33, ptr %11, align 8
+  %34 = load i64, ptr @code_bits, align 8
+  %35 = mul nsw i64 512, %34
+  %36 = sdiv i64 %35, 8
+  store i64 %36, ptr %12, align 8
+  %37 = load ptr, ptr %6, align 8
+  %38 = getelementptr inbounds nuw %struct.Blocks, ptr %37, i32 0, i32 5
+  %39 = load ptr, ptr %38, align 8
+  %40 = load i64, ptr %7, align 8
+  %41 = load i64, ptr %11, align 8
+  %42 = mul nsw i64 %40, %41
+  %43 = load i64, ptr %12, align 8
+  %44 = mul nsw i64 %42, %43
+  %45 = getelementptr inbounds i8, ptr %39, i64 %44
+  %46 = load i64, ptr %8, align 8
+  %47 = mul nsw i64 4, %46
+  %48 = getelementptr inbounds i8, ptr %45, i64 %47
+  store ptr %48, ptr %13, align 8
+  store i32 0, ptr %15, align 4
+  br label %49
+
+49:
+  %50 = load i32, ptr %15, align 4
+  %51 = load i32, ptr %10, align 4
+  %52 = mul nsw i32 2, %51
+  %53 = icmp slt i32 %50, %52
+  br i1 %53, label %55, label %54
+
+54:
+  br label %62
+
+55:
+  %56 = load i32, ptr %15, align 4
+  %57 = sext i32 %56 to i64
+  %58 = getelementptr inbounds [16 x <16 x float>], ptr %14, i64 0, i64 %57
+  store <16 x float> zeroinitializer, ptr %58, align 64
+  br label %59
+
+59:
+  %60 = load i32, ptr %15, align 4
+  %61 = add nsw i32 %60, 1
+  store i32 %61, ptr %15, align 4
+  br label %49, !llvm.loop !86
+
+62:
+  store i64 0, ptr %16, align 8
+  br label %63
+
+63:
+  %64 = load i64, ptr %16, align 8
+  %65 = load i64, ptr %11, align 8
+  %66 = icmp slt i64 %64, %65
+  br i1 %66, label %68, label %67
+
+67:
+  store i32 5, ptr %17, align 4
+  br label %239
+
+68:
+  %69 = load ptr, ptr %13, align 8
+  %70 = load i64, ptr %12, align 8
+  call void @prefetch(ptr noundef %69, i64 noundef %70, i64 noundef 4096)
+  store i32 0, ptr %18, align 4
+  br label %71
+
+71:
+  %72 = load i32, ptr %18, align 4
+  %73 = icmp slt i32 %72, 2
+  br i1 %73, label %75, label %74
+
+74:
+  store i32 8, ptr %17, align 4
+  br label %232
+
+75:
+  %76 = load i64, ptr %16, align 8
+  %77 = mul nsw i64 %76, 32
+  %78 = load i32, ptr %18, align 4
+  %79 = mul nsw i32 %78, 16
+  %80 = sext i32 %79 to i64
+  %81 = add nsw i64 %77, %80
+  store i64 %81, ptr %19, align 8
+  %82 = load ptr, ptr %6, align 8
+  %83 = load ptr, ptr %6, align 8
+  %84 = getelementptr inbounds nuw %struct.Blocks, ptr %83, i32 0, i32 6
+  %85 = load ptr, ptr %84, align 8
+  %86 = load ptr, ptr %6, align 8
+  %87 = getelementptr inbounds nuw %struct.Blocks, ptr %86, i32 0, i32 8
+  %88 = load ptr, ptr %87, align 8
+  %89 = load i64, ptr %7, align 8
+  %90 = load i64, ptr %8, align 8
+  %91 = load i64, ptr %19, align 8
+  %92 = call <16 x float> @group_values(ptr noundef %82, ptr noundef %85, ptr noundef %88, i64 noundef %89, i64 noundef %90, i64 noundef %91)
+  store <16 x float> %92, ptr %20, align 64
+  %93 = load <16 x float>, ptr %20, align 64
+  %94 = load i64, ptr @code_bits, align 8
+  %95 = icmp eq i64 %94, 4
+  %96 = zext i1 %95 to i64
+  %97 = select i1 %95, float -8.000000e+00, float 0.000000e+00
+  %98 = insertelement <16 x float> poison, float %97, i64 0
+  %99 = shufflevector <16 x float> %98, <16 x float> poison, <16 x i32> zeroinitializer
+  %100 = fmul <16 x float> %93, %99
+  store <16 x float> %100, ptr %21, align 64
+  %101 = load i64, ptr @has_minimum, align 8
+  %102 = icmp ne i64 %101, 0
+  br i1 %102, label %103, label %115
+
+103:
+  %104 = load ptr, ptr %6, align 8
+  %105 = load ptr, ptr %6, align 8
+  %106 = getelementptr inbounds nuw %struct.Blocks, ptr %105, i32 0, i32 7
+  %107 = load ptr, ptr %106, align 8
+  %108 = load ptr, ptr %6, align 8
+  %109 = getelementptr inbounds nuw %struct.Blocks, ptr %108, i32 0, i32 9
+  %110 = load ptr, ptr %109, align 8
+  %111 = load i64, ptr %7, align 8
+  %112 = load i64, ptr %8, align 8
+  %113 = load i64, ptr %19, align 8
+  %114 = call <16 x float> @group_values(ptr noundef %104, ptr noundef %107, ptr noundef %110, i64 noundef %111, i64 noundef %112, i64 noundef %113)
+  store <16 x float> %114, ptr %21, align 64
+  br label %115
+
+115:
+  store i32 0, ptr %22, align 4
+  br label %116
+
+116:
+  %117 = load i32, ptr %22, align 4
+  %118 = icmp slt i32 %117, 4
+  br i1 %118, label %120, label %119
+
+119:
+  store i32 11, ptr %17, align 4
+  br label %228
+
+120:
+  %121 = load ptr, ptr %13, align 8
+  %122 = load i64, ptr @code_bits, align 8
+  %123 = icmp eq i64 %122, 4
+  br i1 %123, label %124, label %126
+
+124:
+  %125 = load i32, ptr %22, align 4
+  br label %131
+
+126:
+  %127 = load i32, ptr %18, align 4
+  %128 = mul nsw i32 4, %127
+  %129 = load i32, ptr %22, align 4
+  %130 = add nsw i32 %128, %129
+  br label %131
+
+131:
+  %132 = phi i32 [ %125, %124 ], [ %130, %126 ]
+  %133 = mul nsw i32 64, %132
+  %134 = sext i32 %133 to i64
+  %135 = getelementptr inbounds i8, ptr %121, i64 %134
+  %136 = load <16 x i32>, ptr %135, align 1
+  store <16 x i32> %136, ptr %23, align 64
+  store i32 0, ptr %24, align 4
+  br label %137
+
+137:
+  %138 = load i32, ptr %24, align 4
+  %139 = icmp slt i32 %138, 4
+  br i1 %139, label %141, label %140
+
+140:
+  store i32 14, ptr %17, align 4
+  br label %224
+
+141:
+  %142 = load i64, ptr @code_bits, align 8
+  %143 = icmp eq i64 %142, 4
+  br i1 %143, label %144, label %155
+
+144:
+  %145 = load <16 x i32>, ptr %23, align 64
+  %146 = load i32, ptr %24, align 4
+  %147 = mul nsw i32 8, %146
+  %148 = load i32, ptr %18, align 4
+  %149 = mul nsw i32 4, %148
+  %150 = add nsw i32 %147, %149
+  %151 = insertelement <16 x i32> poison, i32 %150, i64 0
+  %152 = shufflevector <16 x i32> %151, <16 x i32> poison, <16 x i32> zeroinitializer
+  %153 = ashr <16 x i32> %145, %152
+  %154 = and <16 x i32> %153, splat (i32 15)
+  br label %164
+
+155:
+  %156 = load <16 x i32>, ptr %23, align 64
+  %157 = load i32, ptr %24, align 4
+  %158 = mul nsw i32 8, %157
+  %159 = sub nsw i32 24, %158
+  %160 = insertelement <16 x i32> poison, i32 %159, i64 0
+  %161 = shufflevector <16 x i32> %160, <16 x i32> poison, <16 x i32> zeroinitializer
+  %162 = shl <16 x i32> %156, %161
+  %163 = ashr <16 x i32> %162, splat (i32 24)
+  br label %164
+
+164:
+  %165 = phi <16 x i32> [ %154, %144 ], [ %163, %155 ]
+  store <16 x i32> %165, ptr %25, align 64
+  %166 = load <16 x i32>, ptr %25, align 64
+  %167 = sitofp <16 x i32> %166 to <16 x float>
+  %168 = load <16 x float>, ptr %20, align 64
+  %169 = load <16 x float>, ptr %21, align 64
+  %170 = call <16 x float> @fma_(<16 x float> noundef %167, <16 x float> noundef %168, <16 x float> noundef %169)
+  store <16 x float> %170, ptr %26, align 64
+  store i32 0, ptr %27, align 4
+  br label %171
+
+171:
+  %172 = load i32, ptr %27, align 4
+  %173 = load i32, ptr %10, align 4
+  %174 = icmp slt i32 %172, %173
+  br i1 %174, label %176, label %175
+
+175:
+  store i32 17, ptr %17, align 4
+  br label %220
+
+176:
+  %177 = load ptr, ptr %6, align 8
+  %178 = getelementptr inbounds nuw %struct.Blocks, ptr %177, i32 0, i32 0
+  %179 = load ptr, ptr %178, align 8
+  %180 = load i64, ptr %9, align 8
+  %181 = load i32, ptr %27, align 4
+  %182 = sext i32 %181 to i64
+  %183 = add nsw i64 %180, %182
+  %184 = load ptr, ptr %6, align 8
+  %185 = getelementptr inbounds nuw %struct.Blocks, ptr %184, i32 0, i32 12
+  %186 = load i64, ptr %185, align 8
+  %187 = mul nsw i64 %183, %186
+  %188 = load i64, ptr %19, align 8
+  %189 = add nsw i64 %187, %188
+  %190 = load i32, ptr %22, align 4
+  %191 = mul nsw i32 4, %190
+  %192 = sext i32 %191 to i64
+  %193 = add nsw i64 %189, %192
+  %194 = load i32, ptr %24, align 4
+  %195 = sext i32 %194 to i64
+  %196 = add nsw i64 %193, %195
+  %197 = getelementptr inbounds float, ptr %179, i64 %196
+  %198 = load float, ptr %197, align 4
+  store float %198, ptr %28, align 4
+  %199 = load float, ptr %28, align 4
+  %200 = insertelement <16 x float> poison, float %199, i64 0
+  %201 = shufflevector <16 x float> %200, <16 x float> poison, <16 x i32> zeroinitializer
+  %202 = load <16 x float>, ptr %26, align 64
+  %203 = load i32, ptr %27, align 4
+  %204 = mul nsw i32 2, %203
+  %205 = load i32, ptr %18, align 4
+  %206 = add nsw i32 %204, %205
+  %207 = sext i32 %206 to i64
+  %208 = getelementptr inbounds [16 x <16 x float>], ptr %14, i64 0, i64 %207
+  %209 = load <16 x float>, ptr %208, align 64
+  %210 = call <16 x float> @fma_(<16 x float> noundef %201, <16 x float> noundef %202, <16 x float> noundef %209)
+  %211 = load i32, ptr %27, align 4
+  %212 = mul nsw i32 2, %211
+  %213 = load i32, ptr %18, align 4
+  %214 = add nsw i32 %212, %213
+  %215 = sext i32 %214 to i64
+  %216 = getelementptr inbounds [16 x <16 x float>], ptr %14, i64 0, i64 %215
+  store <16 x float> %210, ptr %216, align 64
+  br label %217
+
+217:
+  %218 = load i32, ptr %27, align 4
+  %219 = add nsw i32 %218, 1
+  store i32 %219, ptr %27, align 4
+  br label %171, !llvm.loop !87
+
+220:
+  br label %221
+
+221:
+  %222 = load i32, ptr %24, align 4
+  %223 = add nsw i32 %222, 1
+  store i32 %223, ptr %24, align 4
+  br label %137, !llvm.loop !88
+
+224:
+  br label %225
+
+225:
+  %226 = load i32, ptr %22, align 4
+  %227 = add nsw i32 %226, 1
+  store i32 %227, ptr %22, align 4
+  br label %116, !llvm.loop !89
+
+228:
+  br label %229
+
+229:
+  %230 = load i32, ptr %18, align 4
+  %231 = add nsw i32 %230, 1
+  store i32 %231, ptr %18, align 4
+  br label %71, !llvm.loop !90
+
+232:
+  br label %233
+
+233:
+  %234 = load i64, ptr %16, align 8
+  %235 = add nsw i64 %234, 1
+  store i64 %235, ptr %16, align 8
+  %236 = load i64, ptr %12, align 8
+  %237 = load ptr, ptr %13, align 8
+  %238 = getelementptr inbounds i8, ptr %237, i64 %236
+  store ptr %238, ptr %13, align 8
+  br label %63, !llvm.loop !91
+
+239:
+  store i32 0, ptr %29, align 4
+  br label %240
+
+240:
+  %241 = load i32, ptr %29, align 4
+  %242 = load i32, ptr %10, align 4
+  %243 = icmp slt i32 %241, %242
+  br i1 %243, label %245, label %244
+
+244:
+  store i32 20, ptr %17, align 4
+  br label %278
+
+245:
+  %246 = load ptr, ptr %6, align 8
+  %247 = getelementptr inbounds nuw %struct.Blocks, ptr %246, i32 0, i32 10
+  %248 = load ptr, ptr %247, align 8
+  %249 = load i64, ptr %9, align 8
+  %250 = load i32, ptr %29, align 4
+  %251 = sext i32 %250 to i64
+  %252 = add nsw i64 %249, %251
+  %253 = load ptr, ptr %6, align 8
+  %254 = getelementptr inbounds nuw %struct.Blocks, ptr %253, i32 0, i32 13
+  %255 = load i64, ptr %254, align 8
+  %256 = mul nsw i64 %252, %255
+  %257 = getelementptr inbounds float, ptr %248, i64 %256
+  %258 = load i64, ptr %7, align 8
+  %259 = mul nsw i64 %258, 16
+  %260 = getelementptr inbounds float, ptr %257, i64 %259
+  %261 = load i64, ptr %8, align 8
+  %262 = getelementptr inbounds float, ptr %260, i64 %261
+  %263 = load i32, ptr %29, align 4
+  %264 = mul nsw i32 2, %263
+  %265 = sext i32 %264 to i64
+  %266 = getelementptr inbounds [16 x <16 x float>], ptr %14, i64 0, i64 %265
+  %267 = load <16 x float>, ptr %266, align 64
+  %268 = load i32, ptr %29, align 4
+  %269 = mul nsw i32 2, %268
+  %270 = add nsw i32 %269, 1
+  %271 = sext i32 %270 to i64
+  %272 = getelementptr inbounds [16 x <16 x float>], ptr %14, i64 0, i64 %271
+  %273 = load <16 x float>, ptr %272, align 64
+  %274 = fadd <16 x float> %267, %273
+  call void @store(ptr noundef %262, <16 x float> noundef %274)
+  br label %275
+
+275:
+  %276 = load i32, ptr %29, align 4
+  %277 = add nsw i32 %276, 1
+  store i32 %277, ptr %29, align 4
+  br label %240, !llvm.loop !92
+
+278:
+  ret void
+}
+
+define internal <16 x i32> @add_dot(<16 x i32> noundef %0, <64 x i8> noundef %1, i32 noundef %2) #10 {
+  %4 = alloca <16 x i32>, align 64
+  %5 = alloca <64 x i8>, align 64
+  %6 = alloca i32, align 4
+  %7 = alloca <16 x i32>, align 64
+  store <16 x i32> %0, ptr %4, align 64
+  store <64 x i8> %1, ptr %5, align 64
+  store i32 %2, ptr %6, align 4
+  %8 = load i32, ptr %6, align 4
+  %9 = insertelement <16 x i32> poison, i32 %8, i64 0
+  %10 = shufflevector <16 x i32> %9, <16 x i32> poison, <16 x i32> zeroinitializer
+  store <16 x i32> %10, ptr %7, align 64
+  %11 = load <16 x i32>, ptr %4, align 64
+  %12 = load <64 x i8>, ptr %5, align 64
+  %13 = load <16 x i32>, ptr %7, align 64
+  %14 = bitcast <16 x i32> %13 to <64 x i8>
+  %15 = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %11, <64 x i8> %12, <64 x i8> %14)
+  ret <16 x i32> %15
 }
 
 define internal <16 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i64 noundef %5) #10 {
@@ -6577,72 +6387,64 @@ define internal <16 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr n
   store i64 %5, ptr %13, align 8
   %17 = load i64, ptr %11, align 8
   %18 = load ptr, ptr %8, align 8
-  %19 = getelementptr inbounds nuw %struct.Blocks, ptr %18, i32 0, i32 11
+  %19 = getelementptr inbounds nuw %struct.Blocks, ptr %18, i32 0, i32 12
   %20 = load i64, ptr %19, align 8
-  %21 = load ptr, ptr %8, align 8
-  %22 = getelementptr inbounds nuw %struct.Blocks, ptr %21, i32 0, i32 13
-  %23 = load i64, ptr %22, align 8
-  %24 = sdiv i64 %20, %23
-  %25 = mul nsw i64 %17, %24
-  %26 = load i64, ptr %13, align 8
-  %27 = load ptr, ptr %8, align 8
-  %28 = getelementptr inbounds nuw %struct.Blocks, ptr %27, i32 0, i32 13
-  %29 = load i64, ptr %28, align 8
-  %30 = sdiv i64 %26, %29
-  %31 = add nsw i64 %25, %30
-  %32 = mul nsw i64 %31, 16
-  %33 = load i64, ptr %12, align 8
-  %34 = add nsw i64 %32, %33
-  store i64 %34, ptr %14, align 8
-  %35 = load ptr, ptr %10, align 8
-  %36 = icmp ne ptr %35, null
-  br i1 %36, label %42, label %37
+  %21 = load i64, ptr @group, align 8
+  %22 = sdiv i64 %20, %21
+  %23 = mul nsw i64 %17, %22
+  %24 = load i64, ptr %13, align 8
+  %25 = load i64, ptr @group, align 8
+  %26 = sdiv i64 %24, %25
+  %27 = add nsw i64 %23, %26
+  %28 = mul nsw i64 %27, 16
+  %29 = load i64, ptr %12, align 8
+  %30 = add nsw i64 %28, %29
+  store i64 %30, ptr %14, align 8
+  %31 = load i64, ptr @outer, align 8
+  %32 = icmp ne i64 %31, 0
+  br i1 %32, label %38, label %33
 
-37:
-  %38 = load ptr, ptr %9, align 8
-  %39 = load i64, ptr %14, align 8
-  %40 = call ptr @element(ptr noundef %38, i64 noundef %39, i32 noundef 2)
-  %41 = call <16 x float> @load(ptr noundef %40, i32 noundef 2)
-  store <16 x float> %41, ptr %7, align 64
+33:
+  %34 = load ptr, ptr %9, align 8
+  %35 = load i64, ptr %14, align 8
+  %36 = call ptr @element(ptr noundef %34, i64 noundef %35, i32 noundef 2)
+  %37 = call <16 x float> @load(ptr noundef %36, i32 noundef 2)
+  store <16 x float> %37, ptr %7, align 64
   store i32 1, ptr %15, align 4
-  br label %70
+  br label %62
 
-42:
-  %43 = load i64, ptr %11, align 8
-  %44 = load ptr, ptr %8, align 8
-  %45 = getelementptr inbounds nuw %struct.Blocks, ptr %44, i32 0, i32 11
-  %46 = load i64, ptr %45, align 8
-  %47 = load ptr, ptr %8, align 8
-  %48 = getelementptr inbounds nuw %struct.Blocks, ptr %47, i32 0, i32 14
-  %49 = load i64, ptr %48, align 8
-  %50 = sdiv i64 %46, %49
-  %51 = mul nsw i64 %43, %50
-  %52 = load i64, ptr %13, align 8
-  %53 = load ptr, ptr %8, align 8
-  %54 = getelementptr inbounds nuw %struct.Blocks, ptr %53, i32 0, i32 14
-  %55 = load i64, ptr %54, align 8
-  %56 = sdiv i64 %52, %55
-  %57 = add nsw i64 %51, %56
-  %58 = mul nsw i64 %57, 16
-  %59 = load i64, ptr %12, align 8
-  %60 = add nsw i64 %58, %59
-  store i64 %60, ptr %16, align 8
-  %61 = load ptr, ptr %9, align 8
-  %62 = load i64, ptr %14, align 8
-  %63 = call ptr @element(ptr noundef %61, i64 noundef %62, i32 noundef 3)
-  %64 = call <16 x float> @load(ptr noundef %63, i32 noundef 3)
-  %65 = load ptr, ptr %10, align 8
-  %66 = load i64, ptr %16, align 8
-  %67 = call ptr @element(ptr noundef %65, i64 noundef %66, i32 noundef 2)
-  %68 = call <16 x float> @load(ptr noundef %67, i32 noundef 2)
-  %69 = fmul <16 x float> %64, %68
-  store <16 x float> %69, ptr %7, align 64
+38:
+  %39 = load i64, ptr %11, align 8
+  %40 = load ptr, ptr %8, align 8
+  %41 = getelementptr inbounds nuw %struct.Blocks, ptr %40, i32 0, i32 12
+  %42 = load i64, ptr %41, align 8
+  %43 = load i64, ptr @outer, align 8
+  %44 = sdiv i64 %42, %43
+  %45 = mul nsw i64 %39, %44
+  %46 = load i64, ptr %13, align 8
+  %47 = load i64, ptr @outer, align 8
+  %48 = sdiv i64 %46, %47
+  %49 = add nsw i64 %45, %48
+  %50 = mul nsw i64 %49, 16
+  %51 = load i64, ptr %12, align 8
+  %52 = add nsw i64 %50, %51
+  store i64 %52, ptr %16, align 8
+  %53 = load ptr, ptr %9, align 8
+  %54 = load i64, ptr %14, align 8
+  %55 = call ptr @element(ptr noundef %53, i64 noundef %54, i32 noundef 3)
+  %56 = call <16 x float> @load(ptr noundef %55, i32 noundef 3)
+  %57 = load ptr, ptr %10, align 8
+  %58 = load i64, ptr %16, align 8
+  %59 = call ptr @element(ptr noundef %57, i64 noundef %58, i32 noundef 2)
+  %60 = call <16 x float> @load(ptr noundef %59, i32 noundef 2)
+  %61 = fmul <16 x float> %56, %60
+  store <16 x float> %61, ptr %7, align 64
   store i32 1, ptr %15, align 4
-  br label %70
+  br label %62
 
-70:
-  %71 = load <16 x float>, ptr %7, align 64
-  ret <16 x float> %71
+62:
+  %63 = load <16 x float>, ptr %7, align 64
+  ret <16 x float> %63
 }
 
 declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>) #13
@@ -6682,26 +6484,26 @@ attributes #15 = { nounwind }
 !13 = distinct !{!13, !7}
 !14 = distinct !{!14, !7}
 !15 = distinct !{!15, !7}
-!16 = distinct !{!16, !7}
-!17 = distinct !{!17, !7, !18}
-!18 = !{!"llvm.loop.unroll.full"}
-!19 = distinct !{!19, !7, !18}
-!20 = distinct !{!20, !7, !18}
+!16 = distinct !{!16, !7, !17}
+!17 = !{!"llvm.loop.unroll.full"}
+!18 = distinct !{!18, !7, !17}
+!19 = distinct !{!19, !7, !17}
+!20 = distinct !{!20, !7}
 !21 = distinct !{!21, !7}
-!22 = distinct !{!22, !7}
-!23 = distinct !{!23, !7, !18}
-!24 = distinct !{!24, !7, !18}
-!25 = distinct !{!25, !7, !18}
+!22 = distinct !{!22, !7, !17}
+!23 = distinct !{!23, !7, !17}
+!24 = distinct !{!24, !7, !17}
+!25 = distinct !{!25, !7}
 !26 = distinct !{!26, !7}
-!27 = distinct !{!27, !7}
-!28 = distinct !{!28, !7, !18}
+!27 = distinct !{!27, !7, !17}
+!28 = distinct !{!28, !7}
 !29 = distinct !{!29, !7}
-!30 = distinct !{!30, !7}
-!31 = distinct !{!31, !7, !18}
-!32 = distinct !{!32, !7}
-!33 = distinct !{!33, !7, !18}
-!34 = distinct !{!34, !7, !18}
-!35 = distinct !{!35, !7, !18}
+!30 = distinct !{!30, !7, !17}
+!31 = distinct !{!31, !7}
+!32 = distinct !{!32, !7, !17}
+!33 = distinct !{!33, !7, !17}
+!34 = distinct !{!34, !7, !17}
+!35 = distinct !{!35, !7}
 !36 = distinct !{!36, !7}
 !37 = distinct !{!37, !7}
 !38 = distinct !{!38, !7}
@@ -6715,49 +6517,47 @@ attributes #15 = { nounwind }
 !46 = distinct !{!46, !7}
 !47 = distinct !{!47, !7}
 !48 = distinct !{!48, !7}
-!49 = distinct !{!49, !7}
-!50 = distinct !{!50, !7, !18}
-!51 = distinct !{!51, !7}
-!52 = distinct !{!52, !7, !18}
+!49 = distinct !{!49, !7, !17}
+!50 = distinct !{!50, !7}
+!51 = distinct !{!51, !7, !17}
+!52 = distinct !{!52, !7}
 !53 = distinct !{!53, !7}
-!54 = distinct !{!54, !7}
-!55 = distinct !{!55, !7, !18}
-!56 = distinct !{!56, !7}
-!57 = distinct !{!57, !7, !18}
+!54 = distinct !{!54, !7, !17}
+!55 = distinct !{!55, !7}
+!56 = distinct !{!56, !7, !17}
+!57 = distinct !{!57, !7}
 !58 = distinct !{!58, !7}
-!59 = distinct !{!59, !7, !18}
+!59 = distinct !{!59, !7}
 !60 = distinct !{!60, !7}
 !61 = distinct !{!61, !7}
 !62 = distinct !{!62, !7}
 !63 = distinct !{!63, !7}
-!64 = distinct !{!64, !7}
-!65 = distinct !{!65, !7}
-!66 = distinct !{!66, !7, !18}
-!67 = distinct !{!67, !7, !18}
-!68 = distinct !{!68, !7, !18}
-!69 = distinct !{!69, !7}
-!70 = distinct !{!70, !7, !18}
-!71 = distinct !{!71, !7}
-!72 = distinct !{!72, !7, !18}
+!64 = distinct !{!64, !7, !17}
+!65 = distinct !{!65, !7, !17}
+!66 = distinct !{!66, !7, !17}
+!67 = distinct !{!67, !7, !17}
+!68 = distinct !{!68, !7}
+!69 = distinct !{!69, !7, !17}
+!70 = distinct !{!70, !7}
+!71 = distinct !{!71, !7, !17}
+!72 = distinct !{!72, !7, !17}
 !73 = distinct !{!73, !7}
 !74 = distinct !{!74, !7}
 !75 = distinct !{!75, !7}
 !76 = distinct !{!76, !7}
-!77 = distinct !{!77, !7}
-!78 = distinct !{!78, !7}
-!79 = distinct !{!79, !7, !18}
-!80 = distinct !{!80, !7, !18}
-!81 = distinct !{!81, !7, !18}
-!82 = distinct !{!82, !7, !18}
-!83 = distinct !{!83, !7, !18}
-!84 = distinct !{!84, !7, !18}
-!85 = distinct !{!85, !7, !18}
-!86 = distinct !{!86, !7}
-!87 = distinct !{!87, !7, !18}
-!88 = distinct !{!88, !7, !18}
-!89 = distinct !{!89, !7, !18}
-!90 = distinct !{!90, !7, !18}
+!77 = distinct !{!77, !7, !17}
+!78 = distinct !{!78, !7, !17}
+!79 = distinct !{!79, !7, !17}
+!80 = distinct !{!80, !7, !17}
+!81 = distinct !{!81, !7, !17}
+!82 = distinct !{!82, !7, !17}
+!83 = distinct !{!83, !7, !17}
+!84 = distinct !{!84, !7}
+!85 = distinct !{!85, !7, !17}
+!86 = distinct !{!86, !7, !17}
+!87 = distinct !{!87, !7, !17}
+!88 = distinct !{!88, !7, !17}
+!89 = distinct !{!89, !7}
+!90 = distinct !{!90, !7, !17}
 !91 = distinct !{!91, !7}
-!92 = distinct !{!92, !7, !18}
-!93 = distinct !{!93, !7}
-!94 = distinct !{!94, !7, !18}
+!92 = distinct !{!92, !7, !17}

@@ -3954,12 +3954,11 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %20 = alloca <4 x i32>, align 16
   %21 = alloca <4 x i32>, align 16
   %22 = alloca float, align 4
-  %23 = alloca i32, align 4
-  %24 = alloca i64, align 8
+  %23 = alloca i64, align 8
+  %24 = alloca <4 x i32>, align 16
   %25 = alloca <4 x i32>, align 16
-  %26 = alloca <4 x i32>, align 16
+  %26 = alloca <4 x float>, align 16
   %27 = alloca <4 x float>, align 16
-  %28 = alloca <4 x float>, align 16
   store ptr %0, ptr %8, align 8
   store i64 %1, ptr %9, align 8
   store i64 %2, ptr %10, align 8
@@ -3968,214 +3967,173 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   store float %5, ptr %13, align 4
   store ptr %6, ptr %14, align 8
   store i32 0, ptr %16, align 4
-  br label %29
+  br label %28
 
-29:
-  %30 = load i32, ptr %16, align 4
-  %31 = icmp slt i32 %30, 4
-  br i1 %31, label %33, label %32
+28:
+  %29 = load i32, ptr %16, align 4
+  %30 = icmp slt i32 %29, 4
+  br i1 %30, label %32, label %31
+
+31:
+  br label %40
 
 32:
-  br label %41
-
-33:
+  %33 = load i32, ptr %16, align 4
   %34 = load i32, ptr %16, align 4
-  %35 = load i32, ptr %16, align 4
-  %36 = load <4 x i32>, ptr %15, align 16
-  %37 = insertelement <4 x i32> %36, i32 %34, i32 %35
-  store <4 x i32> %37, ptr %15, align 16
-  br label %38
+  %35 = load <4 x i32>, ptr %15, align 16
+  %36 = insertelement <4 x i32> %35, i32 %33, i32 %34
+  store <4 x i32> %36, ptr %15, align 16
+  br label %37
 
-38:
-  %39 = load i32, ptr %16, align 4
-  %40 = add nsw i32 %39, 1
-  store i32 %40, ptr %16, align 4
-  br label %29, !llvm.loop !56
+37:
+  %38 = load i32, ptr %16, align 4
+  %39 = add nsw i32 %38, 1
+  store i32 %39, ptr %16, align 4
+  br label %28, !llvm.loop !56
 
-41:
-  %42 = load float, ptr %13, align 4
-  %43 = insertelement <4 x float> poison, float %42, i64 0
-  %44 = shufflevector <4 x float> %43, <4 x float> poison, <4 x i32> zeroinitializer
-  store <4 x float> %44, ptr %17, align 16
+40:
+  %41 = load float, ptr %13, align 4
+  %42 = insertelement <4 x float> poison, float %41, i64 0
+  %43 = shufflevector <4 x float> %42, <4 x float> poison, <4 x i32> zeroinitializer
+  store <4 x float> %43, ptr %17, align 16
   store <4 x float> zeroinitializer, ptr %18, align 16
   store i64 0, ptr %19, align 8
-  br label %45
+  br label %44
 
-45:
-  %46 = load i64, ptr %19, align 8
-  %47 = load i64, ptr %10, align 8
-  %48 = icmp slt i64 %46, %47
-  br i1 %48, label %50, label %49
+44:
+  %45 = load i64, ptr %19, align 8
+  %46 = load i64, ptr %10, align 8
+  %47 = icmp slt i64 %45, %46
+  br i1 %47, label %49, label %48
+
+48:
+  br label %83
 
 49:
-  br label %84
+  %50 = load <4 x i32>, ptr %15, align 16
+  %51 = load i64, ptr %9, align 8
+  %52 = load i64, ptr %19, align 8
+  %53 = add nsw i64 %51, %52
+  %54 = trunc i64 %53 to i32
+  %55 = insertelement <4 x i32> poison, i32 %54, i64 0
+  %56 = shufflevector <4 x i32> %55, <4 x i32> poison, <4 x i32> zeroinitializer
+  %57 = add <4 x i32> %50, %56
+  store <4 x i32> %57, ptr %20, align 16
+  %58 = load <4 x i32>, ptr %20, align 16
+  %59 = load i32, ptr %11, align 4
+  %60 = insertelement <4 x i32> poison, i32 %59, i64 0
+  %61 = shufflevector <4 x i32> %60, <4 x i32> poison, <4 x i32> zeroinitializer
+  %62 = icmp sge <4 x i32> %58, %61
+  %63 = sext <4 x i1> %62 to <4 x i32>
+  %64 = load <4 x i32>, ptr %20, align 16
+  %65 = load i32, ptr %12, align 4
+  %66 = insertelement <4 x i32> poison, i32 %65, i64 0
+  %67 = shufflevector <4 x i32> %66, <4 x i32> poison, <4 x i32> zeroinitializer
+  %68 = icmp sle <4 x i32> %64, %67
+  %69 = sext <4 x i1> %68 to <4 x i32>
+  %70 = and <4 x i32> %63, %69
+  store <4 x i32> %70, ptr %21, align 16
+  %71 = load <4 x float>, ptr %17, align 16
+  %72 = load <4 x i32>, ptr %21, align 16
+  %73 = load ptr, ptr %8, align 8
+  %74 = load i64, ptr %19, align 8
+  %75 = getelementptr inbounds float, ptr %73, i64 %74
+  %76 = call <4 x float> @load(ptr noundef %75, i32 noundef 0)
+  %77 = icmp slt <4 x i32> %72, zeroinitializer
+  %78 = select <4 x i1> %77, <4 x float> %76, <4 x float> splat (float 0xC6293E5940000000)
+  %79 = call <4 x float> @larger(<4 x float> noundef %71, <4 x float> noundef %78)
+  store <4 x float> %79, ptr %17, align 16
+  br label %80
 
-50:
-  %51 = load <4 x i32>, ptr %15, align 16
-  %52 = load i64, ptr %9, align 8
-  %53 = load i64, ptr %19, align 8
-  %54 = add nsw i64 %52, %53
-  %55 = trunc i64 %54 to i32
-  %56 = insertelement <4 x i32> poison, i32 %55, i64 0
-  %57 = shufflevector <4 x i32> %56, <4 x i32> poison, <4 x i32> zeroinitializer
-  %58 = add <4 x i32> %51, %57
-  store <4 x i32> %58, ptr %20, align 16
-  %59 = load <4 x i32>, ptr %20, align 16
-  %60 = load i32, ptr %11, align 4
-  %61 = insertelement <4 x i32> poison, i32 %60, i64 0
-  %62 = shufflevector <4 x i32> %61, <4 x i32> poison, <4 x i32> zeroinitializer
-  %63 = icmp sge <4 x i32> %59, %62
-  %64 = sext <4 x i1> %63 to <4 x i32>
-  %65 = load <4 x i32>, ptr %20, align 16
-  %66 = load i32, ptr %12, align 4
-  %67 = insertelement <4 x i32> poison, i32 %66, i64 0
-  %68 = shufflevector <4 x i32> %67, <4 x i32> poison, <4 x i32> zeroinitializer
-  %69 = icmp sle <4 x i32> %65, %68
-  %70 = sext <4 x i1> %69 to <4 x i32>
-  %71 = and <4 x i32> %64, %70
-  store <4 x i32> %71, ptr %21, align 16
-  %72 = load <4 x float>, ptr %17, align 16
-  %73 = load <4 x i32>, ptr %21, align 16
-  %74 = load ptr, ptr %8, align 8
-  %75 = load i64, ptr %19, align 8
-  %76 = getelementptr inbounds float, ptr %74, i64 %75
-  %77 = call <4 x float> @load(ptr noundef %76, i32 noundef 0)
-  %78 = icmp slt <4 x i32> %73, zeroinitializer
-  %79 = select <4 x i1> %78, <4 x float> %77, <4 x float> splat (float 0xC6293E5940000000)
-  %80 = call <4 x float> @larger(<4 x float> noundef %72, <4 x float> noundef %79)
-  store <4 x float> %80, ptr %17, align 16
-  br label %81
+80:
+  %81 = load i64, ptr %19, align 8
+  %82 = add nsw i64 %81, 4
+  store i64 %82, ptr %19, align 8
+  br label %44, !llvm.loop !57
 
-81:
-  %82 = load i64, ptr %19, align 8
-  %83 = add nsw i64 %82, 4
-  store i64 %83, ptr %19, align 8
-  br label %45, !llvm.loop !57
+83:
+  %84 = load <4 x float>, ptr %17, align 16
+  %85 = call float @largest(<4 x float> noundef %84)
+  store float %85, ptr %22, align 4
+  store i64 0, ptr %23, align 8
+  br label %86
 
-84:
-  %85 = load <4 x float>, ptr %17, align 16
-  %86 = extractelement <4 x float> %85, i32 0
-  store float %86, ptr %22, align 4
-  store i32 1, ptr %23, align 4
-  br label %87
-
-87:
-  %88 = load i32, ptr %23, align 4
-  %89 = icmp slt i32 %88, 4
+86:
+  %87 = load i64, ptr %23, align 8
+  %88 = load i64, ptr %10, align 8
+  %89 = icmp slt i64 %87, %88
   br i1 %89, label %91, label %90
 
 90:
-  br label %108
+  br label %140
 
 91:
-  %92 = load <4 x float>, ptr %17, align 16
-  %93 = load i32, ptr %23, align 4
-  %94 = extractelement <4 x float> %92, i32 %93
-  %95 = load float, ptr %22, align 4
-  %96 = fcmp ogt float %94, %95
-  br i1 %96, label %97, label %101
+  %92 = load <4 x i32>, ptr %15, align 16
+  %93 = load i64, ptr %9, align 8
+  %94 = load i64, ptr %23, align 8
+  %95 = add nsw i64 %93, %94
+  %96 = trunc i64 %95 to i32
+  %97 = insertelement <4 x i32> poison, i32 %96, i64 0
+  %98 = shufflevector <4 x i32> %97, <4 x i32> poison, <4 x i32> zeroinitializer
+  %99 = add <4 x i32> %92, %98
+  store <4 x i32> %99, ptr %24, align 16
+  %100 = load <4 x i32>, ptr %24, align 16
+  %101 = load i32, ptr %11, align 4
+  %102 = insertelement <4 x i32> poison, i32 %101, i64 0
+  %103 = shufflevector <4 x i32> %102, <4 x i32> poison, <4 x i32> zeroinitializer
+  %104 = icmp sge <4 x i32> %100, %103
+  %105 = sext <4 x i1> %104 to <4 x i32>
+  %106 = load <4 x i32>, ptr %24, align 16
+  %107 = load i32, ptr %12, align 4
+  %108 = insertelement <4 x i32> poison, i32 %107, i64 0
+  %109 = shufflevector <4 x i32> %108, <4 x i32> poison, <4 x i32> zeroinitializer
+  %110 = icmp sle <4 x i32> %106, %109
+  %111 = sext <4 x i1> %110 to <4 x i32>
+  %112 = and <4 x i32> %105, %111
+  store <4 x i32> %112, ptr %25, align 16
+  %113 = load ptr, ptr %8, align 8
+  %114 = load i64, ptr %23, align 8
+  %115 = getelementptr inbounds float, ptr %113, i64 %114
+  %116 = call <4 x float> @load(ptr noundef %115, i32 noundef 0)
+  store <4 x float> %116, ptr %26, align 16
+  %117 = load <4 x i32>, ptr %25, align 16
+  %118 = load <4 x float>, ptr %26, align 16
+  %119 = load float, ptr %22, align 4
+  %120 = insertelement <4 x float> poison, float %119, i64 0
+  %121 = shufflevector <4 x float> %120, <4 x float> poison, <4 x i32> zeroinitializer
+  %122 = fsub <4 x float> %118, %121
+  %123 = call <4 x float> @exponential(<4 x float> noundef %122)
+  %124 = load <4 x float>, ptr %26, align 16
+  %125 = load <4 x float>, ptr %26, align 16
+  %126 = fsub <4 x float> %124, %125
+  %127 = fadd <4 x float> %123, %126
+  %128 = icmp slt <4 x i32> %117, zeroinitializer
+  %129 = select <4 x i1> %128, <4 x float> %127, <4 x float> zeroinitializer
+  store <4 x float> %129, ptr %27, align 16
+  %130 = load ptr, ptr %8, align 8
+  %131 = load i64, ptr %23, align 8
+  %132 = getelementptr inbounds float, ptr %130, i64 %131
+  %133 = load <4 x float>, ptr %27, align 16
+  call void @store(ptr noundef %132, <4 x float> noundef %133)
+  %134 = load <4 x float>, ptr %27, align 16
+  %135 = load <4 x float>, ptr %18, align 16
+  %136 = fadd <4 x float> %135, %134
+  store <4 x float> %136, ptr %18, align 16
+  br label %137
 
-97:
-  %98 = load <4 x float>, ptr %17, align 16
-  %99 = load i32, ptr %23, align 4
-  %100 = extractelement <4 x float> %98, i32 %99
-  br label %103
+137:
+  %138 = load i64, ptr %23, align 8
+  %139 = add nsw i64 %138, 4
+  store i64 %139, ptr %23, align 8
+  br label %86, !llvm.loop !58
 
-101:
-  %102 = load float, ptr %22, align 4
-  br label %103
-
-103:
-  %104 = phi float [ %100, %97 ], [ %102, %101 ]
-  store float %104, ptr %22, align 4
-  br label %105
-
-105:
-  %106 = load i32, ptr %23, align 4
-  %107 = add nsw i32 %106, 1
-  store i32 %107, ptr %23, align 4
-  br label %87, !llvm.loop !58
-
-108:
-  store i64 0, ptr %24, align 8
-  br label %109
-
-109:
-  %110 = load i64, ptr %24, align 8
-  %111 = load i64, ptr %10, align 8
-  %112 = icmp slt i64 %110, %111
-  br i1 %112, label %114, label %113
-
-113:
-  br label %163
-
-114:
-  %115 = load <4 x i32>, ptr %15, align 16
-  %116 = load i64, ptr %9, align 8
-  %117 = load i64, ptr %24, align 8
-  %118 = add nsw i64 %116, %117
-  %119 = trunc i64 %118 to i32
-  %120 = insertelement <4 x i32> poison, i32 %119, i64 0
-  %121 = shufflevector <4 x i32> %120, <4 x i32> poison, <4 x i32> zeroinitializer
-  %122 = add <4 x i32> %115, %121
-  store <4 x i32> %122, ptr %25, align 16
-  %123 = load <4 x i32>, ptr %25, align 16
-  %124 = load i32, ptr %11, align 4
-  %125 = insertelement <4 x i32> poison, i32 %124, i64 0
-  %126 = shufflevector <4 x i32> %125, <4 x i32> poison, <4 x i32> zeroinitializer
-  %127 = icmp sge <4 x i32> %123, %126
-  %128 = sext <4 x i1> %127 to <4 x i32>
-  %129 = load <4 x i32>, ptr %25, align 16
-  %130 = load i32, ptr %12, align 4
-  %131 = insertelement <4 x i32> poison, i32 %130, i64 0
-  %132 = shufflevector <4 x i32> %131, <4 x i32> poison, <4 x i32> zeroinitializer
-  %133 = icmp sle <4 x i32> %129, %132
-  %134 = sext <4 x i1> %133 to <4 x i32>
-  %135 = and <4 x i32> %128, %134
-  store <4 x i32> %135, ptr %26, align 16
-  %136 = load ptr, ptr %8, align 8
-  %137 = load i64, ptr %24, align 8
-  %138 = getelementptr inbounds float, ptr %136, i64 %137
-  %139 = call <4 x float> @load(ptr noundef %138, i32 noundef 0)
-  store <4 x float> %139, ptr %27, align 16
-  %140 = load <4 x i32>, ptr %26, align 16
-  %141 = load <4 x float>, ptr %27, align 16
-  %142 = load float, ptr %22, align 4
-  %143 = insertelement <4 x float> poison, float %142, i64 0
-  %144 = shufflevector <4 x float> %143, <4 x float> poison, <4 x i32> zeroinitializer
-  %145 = fsub <4 x float> %141, %144
-  %146 = call <4 x float> @exponential(<4 x float> noundef %145)
-  %147 = load <4 x float>, ptr %27, align 16
-  %148 = load <4 x float>, ptr %27, align 16
-  %149 = fsub <4 x float> %147, %148
-  %150 = fadd <4 x float> %146, %149
-  %151 = icmp slt <4 x i32> %140, zeroinitializer
-  %152 = select <4 x i1> %151, <4 x float> %150, <4 x float> zeroinitializer
-  store <4 x float> %152, ptr %28, align 16
-  %153 = load ptr, ptr %8, align 8
-  %154 = load i64, ptr %24, align 8
-  %155 = getelementptr inbounds float, ptr %153, i64 %154
-  %156 = load <4 x float>, ptr %28, align 16
-  call void @store(ptr noundef %155, <4 x float> noundef %156)
-  %157 = load <4 x float>, ptr %28, align 16
-  %158 = load <4 x float>, ptr %18, align 16
-  %159 = fadd <4 x float> %158, %157
-  store <4 x float> %159, ptr %18, align 16
-  br label %160
-
-160:
-  %161 = load i64, ptr %24, align 8
-  %162 = add nsw i64 %161, 4
-  store i64 %162, ptr %24, align 8
-  br label %109, !llvm.loop !59
-
-163:
-  %164 = load <4 x float>, ptr %18, align 16
-  %165 = call float @sum(<4 x float> noundef %164)
-  %166 = load ptr, ptr %14, align 8
-  store float %165, ptr %166, align 4
-  %167 = load float, ptr %22, align 4
-  ret float %167
+140:
+  %141 = load <4 x float>, ptr %18, align 16
+  %142 = call float @sum(<4 x float> noundef %141)
+  %143 = load ptr, ptr %14, align 8
+  store float %142, ptr %143, align 4
+  %144 = load float, ptr %22, align 4
+  ret float %144
 }
 
 define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #1 {
@@ -4224,7 +4182,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %35 = load i64, ptr %13, align 8
   %36 = add nsw i64 %35, 16
   store i64 %36, ptr %13, align 8
-  br label %17, !llvm.loop !60
+  br label %17, !llvm.loop !59
 
 37:
   br label %38
@@ -4255,7 +4213,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %56 = load i64, ptr %13, align 8
   %57 = add nsw i64 %56, 4
   store i64 %57, ptr %13, align 8
-  br label %38, !llvm.loop !61
+  br label %38, !llvm.loop !60
 
 58:
   br label %59
@@ -4338,7 +4296,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %113 = load i64, ptr %16, align 8
   %114 = add nsw i64 %113, 1
   store i64 %114, ptr %16, align 8
-  br label %70, !llvm.loop !62
+  br label %70, !llvm.loop !61
 
 115:
   br label %116
@@ -4347,7 +4305,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %117 = load i32, ptr %14, align 4
   %118 = add nsw i32 %117, 1
   store i32 %118, ptr %14, align 4
-  br label %64, !llvm.loop !63
+  br label %64, !llvm.loop !62
 
 119:
   br label %120
@@ -4356,10 +4314,63 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %121 = load i64, ptr %13, align 8
   %122 = add nsw i64 %121, 1
   store i64 %122, ptr %13, align 8
-  br label %59, !llvm.loop !64
+  br label %59, !llvm.loop !63
 
 123:
   ret void
+}
+
+define internal float @largest(<4 x float> noundef %0) #10 {
+  %2 = alloca <4 x float>, align 16
+  %3 = alloca float, align 4
+  %4 = alloca i32, align 4
+  store <4 x float> %0, ptr %2, align 16
+  %5 = load <4 x float>, ptr %2, align 16
+  %6 = extractelement <4 x float> %5, i32 0
+  store float %6, ptr %3, align 4
+  store i32 1, ptr %4, align 4
+  br label %7
+
+7:
+  %8 = load i32, ptr %4, align 4
+  %9 = icmp slt i32 %8, 4
+  br i1 %9, label %11, label %10
+
+10:
+  br label %28
+
+11:
+  %12 = load <4 x float>, ptr %2, align 16
+  %13 = load i32, ptr %4, align 4
+  %14 = extractelement <4 x float> %12, i32 %13
+  %15 = load float, ptr %3, align 4
+  %16 = fcmp ogt float %14, %15
+  br i1 %16, label %17, label %21
+
+17:
+  %18 = load <4 x float>, ptr %2, align 16
+  %19 = load i32, ptr %4, align 4
+  %20 = extractelement <4 x float> %18, i32 %19
+  br label %23
+
+21:
+  %22 = load float, ptr %3, align 4
+  br label %23
+
+23:
+  %24 = phi float [ %20, %17 ], [ %22, %21 ]
+  store float %24, ptr %3, align 4
+  br label %25
+
+25:
+  %26 = load i32, ptr %4, align 4
+  %27 = add nsw i32 %26, 1
+  store i32 %27, ptr %4, align 4
+  br label %7, !llvm.loop !64
+
+28:
+  %29 = load float, ptr %3, align 4
+  ret float %29
 }
 
 define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #10 {
@@ -4673,13 +4684,13 @@ attributes #14 = { nounwind }
 !55 = distinct !{!55, !7}
 !56 = distinct !{!56, !7, !17}
 !57 = distinct !{!57, !7}
-!58 = distinct !{!58, !7, !17}
+!58 = distinct !{!58, !7}
 !59 = distinct !{!59, !7}
 !60 = distinct !{!60, !7}
 !61 = distinct !{!61, !7}
 !62 = distinct !{!62, !7}
 !63 = distinct !{!63, !7}
-!64 = distinct !{!64, !7}
+!64 = distinct !{!64, !7, !17}
 !65 = distinct !{!65, !7, !17}
 !66 = distinct !{!66, !7, !17}
 !67 = distinct !{!67, !7, !17}

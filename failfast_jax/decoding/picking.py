@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.decoding.decode_state import Logprobs, Sampling
+from failfast_jax.kernels.row_operations import first_largest
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, constrain_rows
 from failfast_jax.util import numerics
 
@@ -30,15 +31,9 @@ def argmax(logits: Float[Array, "*R V"], confidence: bool = False) -> Any:
       confidence: static: return a pair, with the index's softmax probability (no other one is stored); NaN where it is
         not finite.
     """
-    best = jnp.minimum(_target_argmax(logits), logits.shape[-1] - 1)
+    # V, which is no token, where a logit is NaN: for the target's own picks, whose round ends the sequence there.
+    best = jnp.minimum(first_largest(logits), logits.shape[-1] - 1)
     return (best, 1.0 / jnp.sum(jnp.exp(logits - logits.max(-1, keepdims=True)), -1)) if confidence else best
-
-
-def _target_argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """As `argmax`; V, which is no token, where a logit is NaN: the round ends the sequence there."""
-    # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
-    best, ids = logits.max(-1, keepdims=True), jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    return jnp.where(logits == best, ids, logits.shape[-1]).min(-1)
 
 
 def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> Float[Array, "*R V"]:
@@ -180,9 +175,9 @@ def pick(
     """
 
     def sampled(sampling, logits, positions):
-        return _target_argmax(filtered_logits(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
+        return first_largest(filtered_logits(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
 
-    return where_sampled(sampled, _target_argmax, sampling, execution, logits, positions)
+    return where_sampled(sampled, first_largest, sampling, execution, logits, positions)
 
 
 def sample_draft(
@@ -241,10 +236,10 @@ def pick_or_reject(
         rest = jnp.maximum(p - q, 0.0)
         # Where p and q are equal up to rounding nothing may be left to sample from.
         rest = jnp.where(drafted[..., None] & (rest > 0).any(-1, keepdims=True), rest, p)
-        replacement = _target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
+        replacement = first_largest(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
         return jnp.where(keep, draft, replacement)
 
-    return where_sampled(sampled, _target_argmax, sampling, execution, logits, positions, draft, q, drafted)
+    return where_sampled(sampled, first_largest, sampling, execution, logits, positions, draft, q, drafted)
 
 
 def logprobs_of(

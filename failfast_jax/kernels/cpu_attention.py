@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from failfast_jax.axes import Queries
-from failfast_jax.kernels import cpu_kernels
+from failfast_jax.kernels import cpu_kernels, plain_attention
 from failfast_jax.kernels.attention_window import SLIDING, TEXT, AttentionCase, LayerCache, Limits, Window
 from failfast_jax.kernels.cpu_kernels import CHUNK, MAX_WIDTH, NO_UNIT, STEP
 
 LIMITS = Limits((TEXT, SLIDING), None, None, STEP, ("bfloat16", "float16", "float32"))
+
+ROTATED = 32
+"""`rotate_and_write` takes heads of multiples of this; twice the widest vector."""
 
 
 def refuses(case: AttentionCase) -> str | None:
@@ -41,17 +45,26 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     if reason:
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
         raise ValueError(f"attention of {shapes}: {reason}")
-    group = heads // kv_heads
     # The query heads of one KV head are rows of one product. B 1, W 3, Q 4, K 2, H 64, S 1024:
-    #   rows      [1, 2, 6, 64]       row g * W + w is position w of query head g
     #   scratch   [4, 2, 6 * 66]      per chunk and KV head: 6 x 64 sums of values, 6 highest scores, 6 sums of weights
-    rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    rows = rows.reshape(batch, kv_heads, group * width, head_dim).astype(jnp.float32) * head_dim**-0.5
-    first, last = (jnp.tile(slots.astype(jnp.int32), (1, group)) for slots in (window.first(width), window.last(width)))
     splits = -(-capacity // CHUNK) if width <= MAX_WIDTH else 1
-    scratch = (splits, batch * kv_heads, group * width * (head_dim + 2))
-    results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows.shape, scratch))
+    scratch = (splits, batch * kv_heads, heads // kv_heads * width * (head_dim + 2))
+    results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, scratch))
     call = cpu_kernels.call(f"attention_{k_cache.dtype}", *results, head_dim=head_dim)
-    out, _ = call(rows, k_cache, v_cache, first, last, jnp.minimum(window.live, capacity).astype(jnp.int32))
-    out = out.reshape(batch, kv_heads, group, width, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+    first, last = (slots.astype(jnp.int32) for slots in (window.first(width), window.last(width)))
+    live = jnp.minimum(window.live, capacity).astype(jnp.int32)
+    out, _ = call(q.astype(jnp.float32), k_cache, v_cache, first, last, live)
+    return out.astype(q.dtype)
+
+
+def rotate_and_write(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window) -> tuple[Queries, LayerCache]:
+    """`plain_attention.rotate_and_write`, of float32 by a kernel, which writes into the caches if they are donated."""
+    batch, width, kv_heads, members, head_dim = qkv.shape
+    if head_dim % ROTATED or not qkv.dtype == cache[0].dtype == cache[1].dtype == jnp.float32:
+        return plain_attention.rotate_and_write(qkv, cache, window)
+    tables = [jnp.broadcast_to(table, (batch, width, 1, head_dim // 2)) for table in (window.cos, window.sin)]
+    shapes = ((batch, width, kv_heads * (members - 2), head_dim), cache[0].shape, cache[1].shape)
+    results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    call = cpu_kernels.call("rotate", *results, aliases={4: 1, 5: 2}, head_dim=head_dim)
+    q, *cache = call(qkv, *tables, window.start.astype(jnp.int32), *cache)
+    return q, tuple(cache)

@@ -147,10 +147,14 @@ INLINE float sum(floats vector) {
 
 // The largest lane; no lane is NaN.
 INLINE float largest(floats vector) {
-  float peak = vector[0];
   UNROLL
-  for (int i = 1; i < LANES; i++) peak = vector[i] > peak ? vector[i] : peak;
-  return peak;
+  for (int size = LANES / 2; size > 0; size /= 2) {
+    floats other = vector;
+    UNROLL
+    for (int i = 0; i < size; i++) other[i] = vector[size + i];
+    vector = larger(vector, other);
+  }
+  return vector[0];
 }
 
 // e to the power of each lane of x <= 0, to about one unit in the last place (Cephes' polynomial); below -87 as at -87.
@@ -567,7 +571,8 @@ NOINLINE void norms(long piece, const void *values) {
 enum {
   CHUNK = 256,        // slots of the cache per partial sum; `cpu_kernels.CHUNK`
   STEP = 16,          // capacities are multiples of it; `cpu_kernels.STEP`
-  BLOCK = 96,         // rows of a piece of work
+  BLOCK = 96,         // rows of a piece of work, of a prompt
+  SMALL_BLOCK = 8,    // and of a window, so that threads share the few heads
   ROWS_AT_ONCE = 16,  // rows whose weights over a chunk are in memory
   ROWS = 4,           // rows of a tile
   SLOTS = 4,          // slots of a tile
@@ -575,17 +580,24 @@ enum {
 };
 #define HIDDEN -1e30f  // the score of a slot that a row does not see
 typedef struct {
-  const float *q;             // [pairs, rows, head_dim], scaled: the query heads of one KV head are rows
+  const float *q;             // [batch, width, KV heads, group, head_dim]: the query heads of a KV head are rows of it
   const void *k, *v;          // [pairs, capacity, head_dim]
-  const int32_t *first, *last;  // [batch, rows]: the first and the last slot that a row sees
+  const int32_t *first, *last;  // [batch, width]: the first and the last slot that a row sees
   float *parts;               // [splits, pairs, rows * (head_dim + 2)]: sums of values, highest scores, sums of weights
   long pairs;                 // batch x KV heads
   long heads;                 // KV heads
-  long rows, capacity;
+  long shared;                // query heads of a KV head
+  long rows, capacity;        // rows: width x shared
   long live;                  // slots in use
   long splits;                // parts of the cache that are summed up separately: its chunks, or one
-  long blocks;                // of BLOCK rows
+  long block, blocks;         // rows of a piece of work, and the number of pieces
 } Attention;
+
+// Offset in q, and in the output, of a row of a pair. Width 3, shared 2: rows 2 and 3 are both queries of position 1.
+INLINE long query(const Attention *a, long pair, long row) {
+  const long position = pair / a->heads * (a->rows / a->shared) + row / a->shared;
+  return ((position * a->heads + pair % a->heads) * a->shared + row % a->shared) * head_dim;
+}
 
 // Scores of `rows` queries with the keys of all slots, SLOTS at a time: `rows * SLOTS` sums over the head.
 INLINE void scores(const float *q, const void *k, float *weights, long slots, int rows, Type type) {
@@ -703,26 +715,29 @@ INLINE void attend_block(long piece, const Attention *a, Type type) {
   const long pair = piece % a->pairs, split = piece / a->pairs % a->splits;
   const long block = a->blocks - 1 - piece / a->pairs / a->splits;
   const long from = a->splits > 1 ? split * CHUNK : 0, until = least(a->splits > 1 ? from + CHUNK : a->live, a->live);
-  const long size = head_dim, end = least((block + 1) * BLOCK, a->rows);
-  float *part = a->parts + (split * a->pairs + pair) * a->rows * (size + 2);
-  for (long row = block * BLOCK; row < end; row += ROWS_AT_ONCE) {
+  const long size = head_dim, end = least((block + 1) * a->block, a->rows);
+  float *part = a->parts + (split * a->pairs + pair) * a->rows * (size + 2), scaled[ROWS_AT_ONCE * size];
+  const float factor = 1.0f / __builtin_sqrtf((float)size);
+  for (long row = block * a->block; row < end; row += ROWS_AT_ONCE) {
     const long rows = least(end - row, ROWS_AT_ONCE);
-    const long offset = pair / a->heads * a->rows + row;
-    const int32_t *first = a->first + offset, *last = a->last + offset;
+    int32_t first[ROWS_AT_ONCE], last[ROWS_AT_ONCE];
     float *values = part + row * size, *highest = part + a->rows * size + row, *totals = highest + a->rows;
     long low = a->capacity, high = -1;
     for (long i = 0; i < rows; i++) {
+      const long from_q = query(a, pair, row + i), position = from_q / (a->heads * a->shared * size);
+      first[i] = a->first[position], last[i] = a->last[position];
       low = least(low, first[i]);
       high = most(high, last[i]);
       highest[i] = HIDDEN;
       totals[i] = 0.0f;
       for (long at = 0; at < size; at++) values[i * size + at] = 0.0f;
+      for (long at = 0; at < size; at++) scaled[i * size + at] = a->q[from_q + at] * factor;
     }
     for (long place = most(from, low & -(long)CHUNK); place < least(until, high + 1); place += CHUNK) {
       const long needed = (least(until, high + 1) - place + STEP - 1) & -(long)STEP;
       const long at = (pair * a->capacity + place) * size;
-      attend_chunk(a->q + (pair * a->rows + row) * size, element(a->k, at, type), element(a->v, at, type), first, last,
-                   values, highest, totals, rows, place, least(least(needed, CHUNK), a->capacity - place), type);
+      attend_chunk(scaled, element(a->k, at, type), element(a->v, at, type), first, last, values, highest, totals, rows,
+                   place, least(least(needed, CHUNK), a->capacity - place), type);
     }
   }
 }
@@ -732,7 +747,7 @@ NOINLINE void join(const Attention *a, float *out) {
   const long size = head_dim, part = a->rows * (size + 2);
   for (long index = 0; index < a->pairs * a->rows; index++) {
     const float *parts = a->parts + index / a->rows * part, *numbers = parts + a->rows * size + index % a->rows;
-    float highest = HIDDEN, total = 0.0f, *y = out + index * size;
+    float highest = HIDDEN, total = 0.0f, *y = out + query(a, index / a->rows, index % a->rows);
     for (long at = 0; at < size; at++) y[at] = 0.0f;
     for (long s = 0; s < a->splits; s++) {
       float score = numbers[s * a->pairs * part];
@@ -747,6 +762,85 @@ NOINLINE void join(const Attention *a, float *out) {
     const int sees = !(total <= 0.0f);  // or is not a number
     for (long at = 0; at < size; at++) y[at] = sees ? y[at] / total : 0.0f;
   }
+}
+
+// ------------------------------------------------------------------------------------------------ rotation
+
+enum { ROTATED_AT_ONCE = 8 };
+
+typedef struct {
+  const float *heads;      // [batch, width, KV heads, shared + 2, head_dim]: queries, key and value of each KV head
+  const float *cos, *sin;  // [batch, width, head_dim / 2]; head_dim is a multiple of 32
+  const int32_t *start;    // [batch]: the slot of a sequence's first row
+  float *q;                // [batch, width, KV heads, shared, head_dim]
+  float *k, *v;            // [batch, KV heads, capacity, head_dim]
+  long rows, width;        // rows: batch x width
+  long kv_heads, shared, capacity;
+} Rotation;
+
+// Rotates pairs a, b of a head's two halves: a * cos - b * sin, b * cos + a * sin.
+INLINE void rotate_head(const float *x, const float *cos, const float *sin, float *y) {
+  for (long at = 0, half = head_dim / 2; at < half; at += LANES) {
+    const floats a = load(x + at, FLOAT32), b = load(x + half + at, FLOAT32);
+    const floats c = load(cos + at, FLOAT32), s = load(sin + at, FLOAT32);
+    store(y + at, a * c - b * s);
+    store(y + half + at, b * c + a * s);
+  }
+}
+
+// Rotates queries and keys of some rows, and writes keys and values into the cache: see `plain_attention.contained`.
+NOINLINE void rotate_rows(long piece, const void *values) {
+  const Rotation *r = values;
+  float key[head_dim];
+  for (long row = piece * ROTATED_AT_ONCE; row < least((piece + 1) * ROTATED_AT_ONCE, r->rows); row++) {
+    const long batch = row / r->width, start = most(least(r->start[batch], r->capacity - r->width), 0);
+    const float *cos = r->cos + row * (head_dim / 2), *sin = r->sin + row * (head_dim / 2);
+    for (long head = 0; head < r->kv_heads; head++) {
+      const float *x = r->heads + (row * r->kv_heads + head) * (r->shared + 2) * head_dim;
+      float *q = r->q + (row * r->kv_heads + head) * r->shared * head_dim;
+      for (long i = 0; i < r->shared; i++) rotate_head(x + i * head_dim, cos, sin, q + i * head_dim);
+      rotate_head(x + r->shared * head_dim, cos, sin, key);
+      const float *value = x + (r->shared + 1) * head_dim;
+      const long slot = ((batch * r->kv_heads + head) * r->capacity + start + row % r->width) * head_dim;
+      for (long at = 0; at < head_dim; at += LANES) {
+        const floats k = load(key + at, FLOAT32), v = load(value + at, FLOAT32);
+        const integers finite = v - v == 0.0f;
+        store(r->k + slot + at, (finite & (k - k == 0.0f)) ? k : (floats)__builtin_nanf(""));
+        store(r->v + slot + at, finite ? v : (floats)0.0f);
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ argmax
+
+typedef struct {
+  const float *x;  // [rows, size], at least LANES numbers
+  int32_t *y;      // [rows]
+  long size;
+} Rows;
+
+// The first place of a row's largest number; `size`, where a number is NaN.
+NOINLINE void first_largest(long row, const void *values) {
+  const Rows *r = values;
+  floats best = (floats)-__builtin_inff();
+  integers nan = (integers)0, turn = (integers)0;  // of LANES numbers, where the best was first seen
+  for (long next = 0; next < r->size; next += LANES) {
+    const long at = least(next, r->size - LANES);  // the last numbers are seen twice
+    const floats number = load(r->x + row * r->size + at, FLOAT32);
+    const integers higher = number > best;
+    nan |= number != number;
+    best = higher ? number : best;
+    turn = higher ? (integers)(int)at : turn;
+  }
+  float peak = best[0];
+  long place = turn[0];
+  int is_nan = 0;
+  for (int i = 0; i < LANES; i++) {
+    if (best[i] > peak || (best[i] == peak && turn[i] + i < place)) peak = best[i], place = turn[i] + i;
+    is_nan |= nan[i];
+  }
+  r->y[row] = (int32_t)(is_nan ? r->size : place);
 }
 
 // ------------------------------------------------------------------------------------------------ handlers
@@ -774,12 +868,13 @@ INLINE XLA_FFI_Error *product(XLA_FFI_CallFrame *frame, Work *work) {
   return NULL;
 }
 
-// attention(q: [batch, heads, rows, head_dim] float32, k, v: [batch, heads, capacity, head_dim], first, last: [batch,
-// rows] int32, live: int32) -> [batch, heads, rows, head_dim], parts: [splits, ...]
+// attention(q: [batch, width, heads, head_dim] float32, k, v: [batch, KV heads, capacity, head_dim], first, last: [batch,
+// width] int32, live: int32) -> like q, parts: [splits, ...]
 INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *parts = result(frame, 1);
-  const long live = *(const int32_t *)argument(frame, 5)->data;
+  const long live = *(const int32_t *)argument(frame, 5)->data, shared = q->dims[2] / k->dims[1];
+  const long rows = q->dims[1] * shared, block = rows > BLOCK ? BLOCK : SMALL_BLOCK;
   const Attention a = {
       .q = q->data,
       .k = k->data,
@@ -787,16 +882,40 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
       .first = argument(frame, 3)->data,
       .last = argument(frame, 4)->data,
       .parts = parts->data,
-      .pairs = q->dims[0] * q->dims[1],
-      .heads = q->dims[1],
-      .rows = q->dims[2],
+      .pairs = k->dims[0] * k->dims[1],
+      .heads = k->dims[1],
+      .shared = shared,
+      .rows = rows,
       .capacity = k->dims[2],
       .live = live,
       .splits = parts->dims[0] > 1 ? (live + CHUNK - 1) / CHUNK : 1,
-      .blocks = (q->dims[2] + BLOCK - 1) / BLOCK,
+      .block = block,
+      .blocks = (rows + block - 1) / block,
   };
   parallel_for(frame, a.pairs * a.splits * a.blocks, work, &a);
   join(&a, result(frame, 0)->data);
+  return NULL;
+}
+
+// rotate(heads: [batch, width, KV heads, shared + 2, head_dim] float32, cos, sin: [batch, width, 1, head_dim / 2], start:
+// [batch] int32, caches k and v: float32) -> q: [batch, width, heads, head_dim], and both caches in place
+XLA_FFI_Error *failfast_rotate(XLA_FFI_CallFrame *frame) {
+  if (is_registration(frame)) return NULL;
+  XLA_FFI_Buffer *heads = argument(frame, 0), *k = result(frame, 1);
+  const float *cos = argument(frame, 1)->data, *sin = argument(frame, 2)->data;
+  const int64_t *size = heads->dims;
+  const Rotation r = {heads->data, cos, sin, argument(frame, 3)->data, result(frame, 0)->data, k->data,
+                      result(frame, 2)->data, size[0] * size[1], size[1], size[2], size[3] - 2, k->dims[2]};
+  parallel_for(frame, (r.rows + ROTATED_AT_ONCE - 1) / ROTATED_AT_ONCE, rotate_rows, &r);
+  return NULL;
+}
+
+// argmax(x: [rows, size] float32) -> [rows] int32
+XLA_FFI_Error *failfast_argmax(XLA_FFI_CallFrame *frame) {
+  if (is_registration(frame)) return NULL;
+  XLA_FFI_Buffer *x = argument(frame, 0);
+  const Rows values = {x->data, result(frame, 0)->data, x->dims[1]};
+  parallel_for(frame, x->dims[0], first_largest, &values);
   return NULL;
 }
 

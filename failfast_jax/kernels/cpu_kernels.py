@@ -60,11 +60,14 @@ def integer_lanes() -> int | None:
     return 8 if features.get("avx2") and features.get("fma") else None
 
 
-def call(kernel: str, *shapes: jax.ShapeDtypeStruct, **constants: int) -> Callable[..., list[jax.Array]]:
+def call(
+    kernel: str, *shapes: jax.ShapeDtypeStruct, aliases: dict[int, int] | None = None, **constants: int
+) -> Callable[..., list[jax.Array]]:
     """A call of a kernel by its name in `cpu_kernels.c`, without prefix; `jax.vmap` makes it one call per element.
 
     Args:
       shapes: shapes and dtypes of the results.
+      aliases: arguments by number that results by number take the place of.
       constants: by the names that the C file has for them; 0 if missing.
 
     Raises:
@@ -73,7 +76,7 @@ def call(kernel: str, *shapes: jax.ShapeDtypeStruct, **constants: int) -> Callab
     with _lock:
         lanes = integer_lanes() if kernel.startswith("blocks") else vector_lanes()
         target = _registered(" ".join([kernel, *(f"{name}={constants[name]}" for name in sorted(constants))]), lanes)
-    return jax.ffi.ffi_call(target, list(shapes), vmap_method="sequential")
+    return jax.ffi.ffi_call(target, list(shapes), vmap_method="sequential", input_output_aliases=aliases)
 
 
 def registered() -> list[tuple[str, int]]:
@@ -90,7 +93,7 @@ def register(kernels: list[tuple[str, int]]) -> None:
 
 @functools.cache
 def _registered(kernel: str, lanes: int) -> str:
-    """Compiles a kernel, named as in `registered`, for vectors of `lanes` numbers, and returns the name by which XLA knows it."""
+    """Compiles a kernel, named as in `registered`, for vectors of `lanes` numbers; returns XLA's name for it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(

@@ -1,5 +1,5 @@
 
-%struct.Norm = type { ptr, ptr, ptr, float, i64, i64 }
+%struct.Rotation = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64 }
 %struct.XLA_FFI_Buffer = type { i64, ptr, i32, ptr, i64, ptr }
 %struct.XLA_FFI_CallFrame = type { i64, ptr, ptr, ptr, i32, %struct.XLA_FFI_Args, %struct.XLA_FFI_Rets, %struct.XLA_FFI_Attrs, ptr }
 %struct.XLA_FFI_Args = type { i64, ptr, i64, ptr, ptr }
@@ -14,8 +14,10 @@
 %struct.XLA_FFI_ThreadPool_NumThreads_Args = type { i64, ptr, ptr, ptr }
 %struct.Job = type { i64, i64, i64, i64, ptr, ptr }
 %struct.XLA_FFI_ThreadPool_Schedule_Args = type { i64, ptr, ptr, ptr, ptr }
+%struct.Rows = type { ptr, ptr, i64 }
+%struct.Norm = type { ptr, ptr, ptr, float, i64, i64 }
 %struct.Product = type { ptr, ptr, ptr, i64, i64, i64 }
-%struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64 }
+%struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64, i64, i64 }
 %struct.Blocks = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64 }
 %struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
 %union.anon = type { i32 }
@@ -26,81 +28,125 @@
 @has_minimum = external constant i64, align 8
 @outer = external constant i64, align 8
 
-define ptr @failfast_rms_norm(ptr noundef %0) #0 {
+define ptr @failfast_rotate(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
   %3 = alloca ptr, align 8
   %4 = alloca ptr, align 8
-  %5 = alloca float, align 4
-  %6 = alloca %struct.Norm, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca ptr, align 8
+  %7 = alloca ptr, align 8
+  %8 = alloca ptr, align 8
+  %9 = alloca %struct.Rotation, align 8
   store ptr %0, ptr %3, align 8
-  %7 = load ptr, ptr %3, align 8
-  %8 = call i32 @is_registration(ptr noundef %7)
-  %9 = icmp ne i32 %8, 0
-  br i1 %9, label %10, label %11
+  %10 = load ptr, ptr %3, align 8
+  %11 = call i32 @is_registration(ptr noundef %10)
+  %12 = icmp ne i32 %11, 0
+  br i1 %12, label %13, label %14
 
-10:
+13:
   store ptr null, ptr %2, align 8
-  br label %54
+  br label %90
 
-11:
-  %12 = load ptr, ptr %3, align 8
-  %13 = call ptr @argument(ptr noundef %12, i64 noundef 0)
-  store ptr %13, ptr %4, align 8
-  %14 = load ptr, ptr %3, align 8
-  %15 = call ptr @argument(ptr noundef %14, i64 noundef 2)
-  %16 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %15, i32 0, i32 3
-  %17 = load ptr, ptr %16, align 8
-  %18 = load float, ptr %17, align 4
-  store float %18, ptr %5, align 4
-  %19 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 0
-  %20 = load ptr, ptr %4, align 8
+14:
+  %15 = load ptr, ptr %3, align 8
+  %16 = call ptr @argument(ptr noundef %15, i64 noundef 0)
+  store ptr %16, ptr %4, align 8
+  %17 = load ptr, ptr %3, align 8
+  %18 = call ptr @result(ptr noundef %17, i64 noundef 1)
+  store ptr %18, ptr %5, align 8
+  %19 = load ptr, ptr %3, align 8
+  %20 = call ptr @argument(ptr noundef %19, i64 noundef 1)
   %21 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %20, i32 0, i32 3
   %22 = load ptr, ptr %21, align 8
-  store ptr %22, ptr %19, align 8
-  %23 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 1
-  %24 = load ptr, ptr %3, align 8
-  %25 = call ptr @argument(ptr noundef %24, i64 noundef 1)
-  %26 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %25, i32 0, i32 3
-  %27 = load ptr, ptr %26, align 8
-  store ptr %27, ptr %23, align 8
-  %28 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 2
-  %29 = load ptr, ptr %3, align 8
-  %30 = call ptr @result(ptr noundef %29, i64 noundef 0)
-  %31 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %30, i32 0, i32 3
-  %32 = load ptr, ptr %31, align 8
-  store ptr %32, ptr %28, align 8
-  %33 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 3
-  %34 = load float, ptr %5, align 4
-  store float %34, ptr %33, align 8
-  %35 = getelementptr i8, ptr %6, i64 28
-  call void @llvm.memset.p0.i64(ptr align 4 %35, i8 0, i64 4, i1 false)
-  %36 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 4
-  %37 = load ptr, ptr %4, align 8
-  %38 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %37, i32 0, i32 5
-  %39 = load ptr, ptr %38, align 8
-  %40 = getelementptr inbounds i64, ptr %39, i64 0
-  %41 = load i64, ptr %40, align 8
-  store i64 %41, ptr %36, align 8
-  %42 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 5
-  %43 = load ptr, ptr %4, align 8
-  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 5
-  %45 = load ptr, ptr %44, align 8
-  %46 = getelementptr inbounds i64, ptr %45, i64 1
-  %47 = load i64, ptr %46, align 8
-  store i64 %47, ptr %42, align 8
-  %48 = load ptr, ptr %3, align 8
-  %49 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 4
-  %50 = load i64, ptr %49, align 8
-  %51 = add nsw i64 %50, 64
-  %52 = sub nsw i64 %51, 1
-  %53 = sdiv i64 %52, 64
-  call void @parallel_for(ptr noundef %48, i64 noundef %53, ptr noundef @norms, ptr noundef %6)
+  store ptr %22, ptr %6, align 8
+  %23 = load ptr, ptr %3, align 8
+  %24 = call ptr @argument(ptr noundef %23, i64 noundef 2)
+  %25 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %24, i32 0, i32 3
+  %26 = load ptr, ptr %25, align 8
+  store ptr %26, ptr %7, align 8
+  %27 = load ptr, ptr %4, align 8
+  %28 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %27, i32 0, i32 5
+  %29 = load ptr, ptr %28, align 8
+  store ptr %29, ptr %8, align 8
+  %30 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 0
+  %31 = load ptr, ptr %4, align 8
+  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %31, i32 0, i32 3
+  %33 = load ptr, ptr %32, align 8
+  store ptr %33, ptr %30, align 8
+  %34 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 1
+  %35 = load ptr, ptr %6, align 8
+  store ptr %35, ptr %34, align 8
+  %36 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 2
+  %37 = load ptr, ptr %7, align 8
+  store ptr %37, ptr %36, align 8
+  %38 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 3
+  %39 = load ptr, ptr %3, align 8
+  %40 = call ptr @argument(ptr noundef %39, i64 noundef 3)
+  %41 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %40, i32 0, i32 3
+  %42 = load ptr, ptr %41, align 8
+  store ptr %42, ptr %38, align 8
+  %43 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 4
+  %44 = load ptr, ptr %3, align 8
+  %45 = call ptr @result(ptr noundef %44, i64 noundef 0)
+  %46 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %45, i32 0, i32 3
+  %47 = load ptr, ptr %46, align 8
+  store ptr %47, ptr %43, align 8
+  %48 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 5
+  %49 = load ptr, ptr %5, align 8
+  %50 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %49, i32 0, i32 3
+  %51 = load ptr, ptr %50, align 8
+  store ptr %51, ptr %48, align 8
+  %52 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 6
+  %53 = load ptr, ptr %3, align 8
+  %54 = call ptr @result(ptr noundef %53, i64 noundef 2)
+  %55 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %54, i32 0, i32 3
+  %56 = load ptr, ptr %55, align 8
+  store ptr %56, ptr %52, align 8
+  %57 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 7
+  %58 = load ptr, ptr %8, align 8
+  %59 = getelementptr inbounds i64, ptr %58, i64 0
+  %60 = load i64, ptr %59, align 8
+  %61 = load ptr, ptr %8, align 8
+  %62 = getelementptr inbounds i64, ptr %61, i64 1
+  %63 = load i64, ptr %62, align 8
+  %64 = mul nsw i64 %60, %63
+  store i64 %64, ptr %57, align 8
+  %65 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 8
+  %66 = load ptr, ptr %8, align 8
+  %67 = getelementptr inbounds i64, ptr %66, i64 1
+  %68 = load i64, ptr %67, align 8
+  store i64 %68, ptr %65, align 8
+  %69 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 9
+  %70 = load ptr, ptr %8, align 8
+  %71 = getelementptr inbounds i64, ptr %70, i64 2
+  %72 = load i64, ptr %71, align 8
+  store i64 %72, ptr %69, align 8
+  %73 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 10
+  %74 = load ptr, ptr %8, align 8
+  %75 = getelementptr inbounds i64, ptr %74, i64 3
+  %76 = load i64, ptr %75, align 8
+  %77 = sub nsw i64 %76, 2
+  store i64 %77, ptr %73, align 8
+  %78 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 11
+  %79 = load ptr, ptr %5, align 8
+  %80 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %79, i32 0, i32 5
+  %81 = load ptr, ptr %80, align 8
+  %82 = getelementptr inbounds i64, ptr %81, i64 2
+  %83 = load i64, ptr %82, align 8
+  store i64 %83, ptr %78, align 8
+  %84 = load ptr, ptr %3, align 8
+  %85 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 7
+  %86 = load i64, ptr %85, align 8
+  %87 = add nsw i64 %86, 8
+  %88 = sub nsw i64 %87, 1
+  %89 = sdiv i64 %88, 8
+  call void @parallel_for(ptr noundef %84, i64 noundef %89, ptr noundef @rotate_rows, ptr noundef %9)
   store ptr null, ptr %2, align 8
-  br label %54
+  br label %90
 
-54:
-  %55 = load ptr, ptr %2, align 8
-  ret ptr %55
+90:
+  %91 = load ptr, ptr %2, align 8
+  ret ptr %91
 }
 
 define internal i32 @is_registration(ptr noundef %0) #1 {
@@ -189,8 +235,6 @@ define internal ptr @result(ptr noundef %0, i64 noundef %1) #1 {
   ret ptr %11
 }
 
-declare void @llvm.memset.p0.i64(ptr writeonly captures(none), i8, i64, i1 immarg) #3
-
 define internal void @parallel_for(ptr noundef %0, i64 noundef %1, ptr noundef %2, ptr noundef %3) #1 {
   %5 = alloca ptr, align 8
   %6 = alloca i64, align 8
@@ -243,7 +287,7 @@ define internal void @parallel_for(ptr noundef %0, i64 noundef %1, ptr noundef %
   br i1 %38, label %39, label %41
 
 39:
-  %40 = call noalias ptr @malloc(i64 noundef 48) #16
+  %40 = call noalias ptr @malloc(i64 noundef 48) #17
   br label %42
 
 41:
@@ -404,7 +448,651 @@ define internal void @parallel_for(ptr noundef %0, i64 noundef %1, ptr noundef %
   unreachable
 }
 
-define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
+define internal void @rotate_rows(i64 noundef %0, ptr noundef %1) #3 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca ptr, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i32, align 4
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca ptr, align 8
+  %13 = alloca ptr, align 8
+  %14 = alloca i64, align 8
+  %15 = alloca ptr, align 8
+  %16 = alloca ptr, align 8
+  %17 = alloca i64, align 8
+  %18 = alloca ptr, align 8
+  %19 = alloca i64, align 8
+  %20 = alloca i64, align 8
+  %21 = alloca <8 x float>, align 32
+  %22 = alloca <8 x float>, align 32
+  %23 = alloca <8 x i32>, align 32
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %24 = load ptr, ptr %4, align 8
+  store ptr %24, ptr %5, align 8
+  %25 = load i64, ptr @head_dim, align 8
+  %26 = call ptr @llvm.stacksave.p0()
+  store ptr %26, ptr %6, align 8
+  %27 = alloca float, i64 %25, align 16
+  store i64 %25, ptr %7, align 8
+  %28 = load i64, ptr %3, align 8
+  %29 = mul nsw i64 %28, 8
+  store i64 %29, ptr %8, align 8
+  br label %30
+
+30:
+  %31 = load i64, ptr %8, align 8
+  %32 = load i64, ptr %3, align 8
+  %33 = add nsw i64 %32, 1
+  %34 = mul nsw i64 %33, 8
+  %35 = load ptr, ptr %5, align 8
+  %36 = getelementptr inbounds nuw %struct.Rotation, ptr %35, i32 0, i32 7
+  %37 = load i64, ptr %36, align 8
+  %38 = call i64 @least(i64 noundef %34, i64 noundef %37)
+  %39 = icmp slt i64 %31, %38
+  br i1 %39, label %41, label %40
+
+40:
+  store i32 2, ptr %9, align 4
+  br label %241
+
+41:
+  %42 = load i64, ptr %8, align 8
+  %43 = load ptr, ptr %5, align 8
+  %44 = getelementptr inbounds nuw %struct.Rotation, ptr %43, i32 0, i32 8
+  %45 = load i64, ptr %44, align 8
+  %46 = sdiv i64 %42, %45
+  store i64 %46, ptr %10, align 8
+  %47 = load ptr, ptr %5, align 8
+  %48 = getelementptr inbounds nuw %struct.Rotation, ptr %47, i32 0, i32 3
+  %49 = load ptr, ptr %48, align 8
+  %50 = load i64, ptr %10, align 8
+  %51 = getelementptr inbounds i32, ptr %49, i64 %50
+  %52 = load i32, ptr %51, align 4
+  %53 = sext i32 %52 to i64
+  %54 = load ptr, ptr %5, align 8
+  %55 = getelementptr inbounds nuw %struct.Rotation, ptr %54, i32 0, i32 11
+  %56 = load i64, ptr %55, align 8
+  %57 = load ptr, ptr %5, align 8
+  %58 = getelementptr inbounds nuw %struct.Rotation, ptr %57, i32 0, i32 8
+  %59 = load i64, ptr %58, align 8
+  %60 = sub nsw i64 %56, %59
+  %61 = call i64 @least(i64 noundef %53, i64 noundef %60)
+  %62 = call i64 @most(i64 noundef %61, i64 noundef 0)
+  store i64 %62, ptr %11, align 8
+  %63 = load ptr, ptr %5, align 8
+  %64 = getelementptr inbounds nuw %struct.Rotation, ptr %63, i32 0, i32 1
+  %65 = load ptr, ptr %64, align 8
+  %66 = load i64, ptr %8, align 8
+  %67 = load i64, ptr @head_dim, align 8
+  %68 = sdiv i64 %67, 2
+  %69 = mul nsw i64 %66, %68
+  %70 = getelementptr inbounds float, ptr %65, i64 %69
+  store ptr %70, ptr %12, align 8
+  %71 = load ptr, ptr %5, align 8
+  %72 = getelementptr inbounds nuw %struct.Rotation, ptr %71, i32 0, i32 2
+  %73 = load ptr, ptr %72, align 8
+  %74 = load i64, ptr %8, align 8
+  %75 = load i64, ptr @head_dim, align 8
+  %76 = sdiv i64 %75, 2
+  %77 = mul nsw i64 %74, %76
+  %78 = getelementptr inbounds float, ptr %73, i64 %77
+  store ptr %78, ptr %13, align 8
+  store i64 0, ptr %14, align 8
+  br label %79
+
+79:
+  %80 = load i64, ptr %14, align 8
+  %81 = load ptr, ptr %5, align 8
+  %82 = getelementptr inbounds nuw %struct.Rotation, ptr %81, i32 0, i32 9
+  %83 = load i64, ptr %82, align 8
+  %84 = icmp slt i64 %80, %83
+  br i1 %84, label %86, label %85
+
+85:
+  store i32 5, ptr %9, align 4
+  br label %237
+
+86:
+  %87 = load ptr, ptr %5, align 8
+  %88 = getelementptr inbounds nuw %struct.Rotation, ptr %87, i32 0, i32 0
+  %89 = load ptr, ptr %88, align 8
+  %90 = load i64, ptr %8, align 8
+  %91 = load ptr, ptr %5, align 8
+  %92 = getelementptr inbounds nuw %struct.Rotation, ptr %91, i32 0, i32 9
+  %93 = load i64, ptr %92, align 8
+  %94 = mul nsw i64 %90, %93
+  %95 = load i64, ptr %14, align 8
+  %96 = add nsw i64 %94, %95
+  %97 = load ptr, ptr %5, align 8
+  %98 = getelementptr inbounds nuw %struct.Rotation, ptr %97, i32 0, i32 10
+  %99 = load i64, ptr %98, align 8
+  %100 = add nsw i64 %99, 2
+  %101 = mul nsw i64 %96, %100
+  %102 = load i64, ptr @head_dim, align 8
+  %103 = mul nsw i64 %101, %102
+  %104 = getelementptr inbounds float, ptr %89, i64 %103
+  store ptr %104, ptr %15, align 8
+  %105 = load ptr, ptr %5, align 8
+  %106 = getelementptr inbounds nuw %struct.Rotation, ptr %105, i32 0, i32 4
+  %107 = load ptr, ptr %106, align 8
+  %108 = load i64, ptr %8, align 8
+  %109 = load ptr, ptr %5, align 8
+  %110 = getelementptr inbounds nuw %struct.Rotation, ptr %109, i32 0, i32 9
+  %111 = load i64, ptr %110, align 8
+  %112 = mul nsw i64 %108, %111
+  %113 = load i64, ptr %14, align 8
+  %114 = add nsw i64 %112, %113
+  %115 = load ptr, ptr %5, align 8
+  %116 = getelementptr inbounds nuw %struct.Rotation, ptr %115, i32 0, i32 10
+  %117 = load i64, ptr %116, align 8
+  %118 = mul nsw i64 %114, %117
+  %119 = load i64, ptr @head_dim, align 8
+  %120 = mul nsw i64 %118, %119
+  %121 = getelementptr inbounds float, ptr %107, i64 %120
+  store ptr %121, ptr %16, align 8
+  store i64 0, ptr %17, align 8
+  br label %122
+
+122:
+  %123 = load i64, ptr %17, align 8
+  %124 = load ptr, ptr %5, align 8
+  %125 = getelementptr inbounds nuw %struct.Rotation, ptr %124, i32 0, i32 10
+  %126 = load i64, ptr %125, align 8
+  %127 = icmp slt i64 %123, %126
+  br i1 %127, label %129, label %128
+
+128:
+  store i32 8, ptr %9, align 4
+  br label %145
+
+129:
+  %130 = load ptr, ptr %15, align 8
+  %131 = load i64, ptr %17, align 8
+  %132 = load i64, ptr @head_dim, align 8
+  %133 = mul nsw i64 %131, %132
+  %134 = getelementptr inbounds float, ptr %130, i64 %133
+  %135 = load ptr, ptr %12, align 8
+  %136 = load ptr, ptr %13, align 8
+  %137 = load ptr, ptr %16, align 8
+  %138 = load i64, ptr %17, align 8
+  %139 = load i64, ptr @head_dim, align 8
+  %140 = mul nsw i64 %138, %139
+  %141 = getelementptr inbounds float, ptr %137, i64 %140
+  call void @rotate_head(ptr noundef %134, ptr noundef %135, ptr noundef %136, ptr noundef %141)
+  br label %142
+
+142:
+  %143 = load i64, ptr %17, align 8
+  %144 = add nsw i64 %143, 1
+  store i64 %144, ptr %17, align 8
+  br label %122, !llvm.loop !10
+
+145:
+  %146 = load ptr, ptr %15, align 8
+  %147 = load ptr, ptr %5, align 8
+  %148 = getelementptr inbounds nuw %struct.Rotation, ptr %147, i32 0, i32 10
+  %149 = load i64, ptr %148, align 8
+  %150 = load i64, ptr @head_dim, align 8
+  %151 = mul nsw i64 %149, %150
+  %152 = getelementptr inbounds float, ptr %146, i64 %151
+  %153 = load ptr, ptr %12, align 8
+  %154 = load ptr, ptr %13, align 8
+  call void @rotate_head(ptr noundef %152, ptr noundef %153, ptr noundef %154, ptr noundef %27)
+  %155 = load ptr, ptr %15, align 8
+  %156 = load ptr, ptr %5, align 8
+  %157 = getelementptr inbounds nuw %struct.Rotation, ptr %156, i32 0, i32 10
+  %158 = load i64, ptr %157, align 8
+  %159 = add nsw i64 %158, 1
+  %160 = load i64, ptr @head_dim, align 8
+  %161 = mul nsw i64 %159, %160
+  %162 = getelementptr inbounds float, ptr %155, i64 %161
+  store ptr %162, ptr %18, align 8
+  %163 = load i64, ptr %10, align 8
+  %164 = load ptr, ptr %5, align 8
+  %165 = getelementptr inbounds nuw %struct.Rotation, ptr %164, i32 0, i32 9
+  %166 = load i64, ptr %165, align 8
+  %167 = mul nsw i64 %163, %166
+  %168 = load i64, ptr %14, align 8
+  %169 = add nsw i64 %167, %168
+  %170 = load ptr, ptr %5, align 8
+  %171 = getelementptr inbounds nuw %struct.Rotation, ptr %170, i32 0, i32 11
+  %172 = load i64, ptr %171, align 8
+  %173 = mul nsw i64 %169, %172
+  %174 = load i64, ptr %11, align 8
+  %175 = add nsw i64 %173, %174
+  %176 = load i64, ptr %8, align 8
+  %177 = load ptr, ptr %5, align 8
+  %178 = getelementptr inbounds nuw %struct.Rotation, ptr %177, i32 0, i32 8
+  %179 = load i64, ptr %178, align 8
+  %180 = srem i64 %176, %179
+  %181 = add nsw i64 %175, %180
+  %182 = load i64, ptr @head_dim, align 8
+  %183 = mul nsw i64 %181, %182
+  store i64 %183, ptr %19, align 8
+  store i64 0, ptr %20, align 8
+  br label %184
+
+184:
+  %185 = load i64, ptr %20, align 8
+  %186 = load i64, ptr @head_dim, align 8
+  %187 = icmp slt i64 %185, %186
+  br i1 %187, label %189, label %188
+
+188:
+  store i32 11, ptr %9, align 4
+  br label %233
+
+189:
+  %190 = load i64, ptr %20, align 8
+  %191 = getelementptr inbounds float, ptr %27, i64 %190
+  %192 = call <8 x float> @load(ptr noundef %191, i32 noundef 0)
+  store <8 x float> %192, ptr %21, align 32
+  %193 = load ptr, ptr %18, align 8
+  %194 = load i64, ptr %20, align 8
+  %195 = getelementptr inbounds float, ptr %193, i64 %194
+  %196 = call <8 x float> @load(ptr noundef %195, i32 noundef 0)
+  store <8 x float> %196, ptr %22, align 32
+  %197 = load <8 x float>, ptr %22, align 32
+  %198 = load <8 x float>, ptr %22, align 32
+  %199 = fsub <8 x float> %197, %198
+  %200 = fcmp oeq <8 x float> %199, zeroinitializer
+  %201 = sext <8 x i1> %200 to <8 x i32>
+  store <8 x i32> %201, ptr %23, align 32
+  %202 = load ptr, ptr %5, align 8
+  %203 = getelementptr inbounds nuw %struct.Rotation, ptr %202, i32 0, i32 5
+  %204 = load ptr, ptr %203, align 8
+  %205 = load i64, ptr %19, align 8
+  %206 = getelementptr inbounds float, ptr %204, i64 %205
+  %207 = load i64, ptr %20, align 8
+  %208 = getelementptr inbounds float, ptr %206, i64 %207
+  %209 = load <8 x i32>, ptr %23, align 32
+  %210 = load <8 x float>, ptr %21, align 32
+  %211 = load <8 x float>, ptr %21, align 32
+  %212 = fsub <8 x float> %210, %211
+  %213 = fcmp oeq <8 x float> %212, zeroinitializer
+  %214 = sext <8 x i1> %213 to <8 x i32>
+  %215 = and <8 x i32> %209, %214
+  %216 = load <8 x float>, ptr %21, align 32
+  %217 = icmp slt <8 x i32> %215, zeroinitializer
+  %218 = select <8 x i1> %217, <8 x float> %216, <8 x float> splat (float 0x7FF8000000000000)
+  call void @store(ptr noundef %208, <8 x float> noundef %218)
+  %219 = load ptr, ptr %5, align 8
+  %220 = getelementptr inbounds nuw %struct.Rotation, ptr %219, i32 0, i32 6
+  %221 = load ptr, ptr %220, align 8
+  %222 = load i64, ptr %19, align 8
+  %223 = getelementptr inbounds float, ptr %221, i64 %222
+  %224 = load i64, ptr %20, align 8
+  %225 = getelementptr inbounds float, ptr %223, i64 %224
+  %226 = load <8 x i32>, ptr %23, align 32
+  %227 = load <8 x float>, ptr %22, align 32
+  %228 = icmp slt <8 x i32> %226, zeroinitializer
+  %229 = select <8 x i1> %228, <8 x float> %227, <8 x float> zeroinitializer
+  call void @store(ptr noundef %225, <8 x float> noundef %229)
+  br label %230
+
+230:
+  %231 = load i64, ptr %20, align 8
+  %232 = add nsw i64 %231, 8
+  store i64 %232, ptr %20, align 8
+  br label %184, !llvm.loop !11
+
+233:
+  br label %234
+
+234:
+  %235 = load i64, ptr %14, align 8
+  %236 = add nsw i64 %235, 1
+  store i64 %236, ptr %14, align 8
+  br label %79, !llvm.loop !12
+
+237:
+  br label %238
+
+238:
+  %239 = load i64, ptr %8, align 8
+  %240 = add nsw i64 %239, 1
+  store i64 %240, ptr %8, align 8
+  br label %30, !llvm.loop !13
+
+241:
+  %242 = load ptr, ptr %6, align 8
+  call void @llvm.stackrestore.p0(ptr %242)
+  ret void
+}
+
+
+define ptr @failfast_argmax(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  %3 = alloca ptr, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca %struct.Rows, align 8
+  store ptr %0, ptr %3, align 8
+  %6 = load ptr, ptr %3, align 8
+  %7 = call i32 @is_registration(ptr noundef %6)
+  %8 = icmp ne i32 %7, 0
+  br i1 %8, label %9, label %10
+
+9:
+  store ptr null, ptr %2, align 8
+  br label %34
+
+10:
+  %11 = load ptr, ptr %3, align 8
+  %12 = call ptr @argument(ptr noundef %11, i64 noundef 0)
+  store ptr %12, ptr %4, align 8
+  %13 = getelementptr inbounds nuw %struct.Rows, ptr %5, i32 0, i32 0
+  %14 = load ptr, ptr %4, align 8
+  %15 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %14, i32 0, i32 3
+  %16 = load ptr, ptr %15, align 8
+  store ptr %16, ptr %13, align 8
+  %17 = getelementptr inbounds nuw %struct.Rows, ptr %5, i32 0, i32 1
+  %18 = load ptr, ptr %3, align 8
+  %19 = call ptr @result(ptr noundef %18, i64 noundef 0)
+  %20 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %19, i32 0, i32 3
+  %21 = load ptr, ptr %20, align 8
+  store ptr %21, ptr %17, align 8
+  %22 = getelementptr inbounds nuw %struct.Rows, ptr %5, i32 0, i32 2
+  %23 = load ptr, ptr %4, align 8
+  %24 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %23, i32 0, i32 5
+  %25 = load ptr, ptr %24, align 8
+  %26 = getelementptr inbounds i64, ptr %25, i64 1
+  %27 = load i64, ptr %26, align 8
+  store i64 %27, ptr %22, align 8
+  %28 = load ptr, ptr %3, align 8
+  %29 = load ptr, ptr %4, align 8
+  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 5
+  %31 = load ptr, ptr %30, align 8
+  %32 = getelementptr inbounds i64, ptr %31, i64 0
+  %33 = load i64, ptr %32, align 8
+  call void @parallel_for(ptr noundef %28, i64 noundef %33, ptr noundef @first_largest, ptr noundef %5)
+  store ptr null, ptr %2, align 8
+  br label %34
+
+34:
+  %35 = load ptr, ptr %2, align 8
+  ret ptr %35
+}
+
+define internal void @first_largest(i64 noundef %0, ptr noundef %1) #3 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca <8 x float>, align 32
+  %7 = alloca <8 x i32>, align 32
+  %8 = alloca <8 x i32>, align 32
+  %9 = alloca i64, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca <8 x float>, align 32
+  %12 = alloca <8 x i32>, align 32
+  %13 = alloca float, align 4
+  %14 = alloca i64, align 8
+  %15 = alloca i32, align 4
+  %16 = alloca i32, align 4
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %17 = load ptr, ptr %4, align 8
+  store ptr %17, ptr %5, align 8
+  store <8 x float> splat (float 0xFFF0000000000000), ptr %6, align 32
+  store <8 x i32> zeroinitializer, ptr %7, align 32
+  store <8 x i32> zeroinitializer, ptr %8, align 32
+  store i64 0, ptr %9, align 8
+  br label %18
+
+18:
+  %19 = load i64, ptr %9, align 8
+  %20 = load ptr, ptr %5, align 8
+  %21 = getelementptr inbounds nuw %struct.Rows, ptr %20, i32 0, i32 2
+  %22 = load i64, ptr %21, align 8
+  %23 = icmp slt i64 %19, %22
+  br i1 %23, label %25, label %24
+
+24:
+  br label %70
+
+25:
+  %26 = load i64, ptr %9, align 8
+  %27 = load ptr, ptr %5, align 8
+  %28 = getelementptr inbounds nuw %struct.Rows, ptr %27, i32 0, i32 2
+  %29 = load i64, ptr %28, align 8
+  %30 = sub nsw i64 %29, 8
+  %31 = call i64 @least(i64 noundef %26, i64 noundef %30)
+  store i64 %31, ptr %10, align 8
+  %32 = load ptr, ptr %5, align 8
+  %33 = getelementptr inbounds nuw %struct.Rows, ptr %32, i32 0, i32 0
+  %34 = load ptr, ptr %33, align 8
+  %35 = load i64, ptr %3, align 8
+  %36 = load ptr, ptr %5, align 8
+  %37 = getelementptr inbounds nuw %struct.Rows, ptr %36, i32 0, i32 2
+  %38 = load i64, ptr %37, align 8
+  %39 = mul nsw i64 %35, %38
+  %40 = getelementptr inbounds float, ptr %34, i64 %39
+  %41 = load i64, ptr %10, align 8
+  %42 = getelementptr inbounds float, ptr %40, i64 %41
+  %43 = call <8 x float> @load(ptr noundef %42, i32 noundef 0)
+  store <8 x float> %43, ptr %11, align 32
+  %44 = load <8 x float>, ptr %11, align 32
+  %45 = load <8 x float>, ptr %6, align 32
+  %46 = fcmp ogt <8 x float> %44, %45
+  %47 = sext <8 x i1> %46 to <8 x i32>
+  store <8 x i32> %47, ptr %12, align 32
+  %48 = load <8 x float>, ptr %11, align 32
+  %49 = load <8 x float>, ptr %11, align 32
+  %50 = fcmp une <8 x float> %48, %49
+  %51 = sext <8 x i1> %50 to <8 x i32>
+  %52 = load <8 x i32>, ptr %7, align 32
+  %53 = or <8 x i32> %52, %51
+  store <8 x i32> %53, ptr %7, align 32
+  %54 = load <8 x i32>, ptr %12, align 32
+  %55 = load <8 x float>, ptr %11, align 32
+  %56 = load <8 x float>, ptr %6, align 32
+  %57 = icmp slt <8 x i32> %54, zeroinitializer
+  %58 = select <8 x i1> %57, <8 x float> %55, <8 x float> %56
+  store <8 x float> %58, ptr %6, align 32
+  %59 = load <8 x i32>, ptr %12, align 32
+  %60 = load i64, ptr %10, align 8
+  %61 = trunc i64 %60 to i32
+  %62 = insertelement <8 x i32> poison, i32 %61, i64 0
+  %63 = shufflevector <8 x i32> %62, <8 x i32> poison, <8 x i32> zeroinitializer
+  %64 = load <8 x i32>, ptr %8, align 32
+  %65 = icmp slt <8 x i32> %59, zeroinitializer
+  %66 = select <8 x i1> %65, <8 x i32> %63, <8 x i32> %64
+  store <8 x i32> %66, ptr %8, align 32
+  br label %67
+
+67:
+  %68 = load i64, ptr %9, align 8
+  %69 = add nsw i64 %68, 8
+  store i64 %69, ptr %9, align 8
+  br label %18, !llvm.loop !14
+
+70:
+  %71 = load <8 x float>, ptr %6, align 32
+  %72 = extractelement <8 x float> %71, i32 0
+  store float %72, ptr %13, align 4
+  %73 = load <8 x i32>, ptr %8, align 32
+  %74 = extractelement <8 x i32> %73, i32 0
+  %75 = sext i32 %74 to i64
+  store i64 %75, ptr %14, align 8
+  store i32 0, ptr %15, align 4
+  store i32 0, ptr %16, align 4
+  br label %76
+
+76:
+  %77 = load i32, ptr %16, align 4
+  %78 = icmp slt i32 %77, 8
+  br i1 %78, label %80, label %79
+
+79:
+  br label %120
+
+80:
+  %81 = load <8 x float>, ptr %6, align 32
+  %82 = load i32, ptr %16, align 4
+  %83 = extractelement <8 x float> %81, i32 %82
+  %84 = load float, ptr %13, align 4
+  %85 = fcmp ogt float %83, %84
+  br i1 %85, label %101, label %86
+
+86:
+  %87 = load <8 x float>, ptr %6, align 32
+  %88 = load i32, ptr %16, align 4
+  %89 = extractelement <8 x float> %87, i32 %88
+  %90 = load float, ptr %13, align 4
+  %91 = fcmp oeq float %89, %90
+  br i1 %91, label %92, label %111
+
+92:
+  %93 = load <8 x i32>, ptr %8, align 32
+  %94 = load i32, ptr %16, align 4
+  %95 = extractelement <8 x i32> %93, i32 %94
+  %96 = load i32, ptr %16, align 4
+  %97 = add nsw i32 %95, %96
+  %98 = sext i32 %97 to i64
+  %99 = load i64, ptr %14, align 8
+  %100 = icmp slt i64 %98, %99
+  br i1 %100, label %101, label %111
+
+101:
+  %102 = load <8 x float>, ptr %6, align 32
+  %103 = load i32, ptr %16, align 4
+  %104 = extractelement <8 x float> %102, i32 %103
+  store float %104, ptr %13, align 4
+  %105 = load <8 x i32>, ptr %8, align 32
+  %106 = load i32, ptr %16, align 4
+  %107 = extractelement <8 x i32> %105, i32 %106
+  %108 = load i32, ptr %16, align 4
+  %109 = add nsw i32 %107, %108
+  %110 = sext i32 %109 to i64
+  store i64 %110, ptr %14, align 8
+  br label %111
+
+111:
+  %112 = load <8 x i32>, ptr %7, align 32
+  %113 = load i32, ptr %16, align 4
+  %114 = extractelement <8 x i32> %112, i32 %113
+  %115 = load i32, ptr %15, align 4
+  %116 = or i32 %115, %114
+  store i32 %116, ptr %15, align 4
+  br label %117
+
+117:
+  %118 = load i32, ptr %16, align 4
+  %119 = add nsw i32 %118, 1
+  store i32 %119, ptr %16, align 4
+  br label %76, !llvm.loop !15
+
+120:
+  %121 = load i32, ptr %15, align 4
+  %122 = icmp ne i32 %121, 0
+  br i1 %122, label %123, label %127
+
+123:
+  %124 = load ptr, ptr %5, align 8
+  %125 = getelementptr inbounds nuw %struct.Rows, ptr %124, i32 0, i32 2
+  %126 = load i64, ptr %125, align 8
+  br label %129
+
+127:
+  %128 = load i64, ptr %14, align 8
+  br label %129
+
+129:
+  %130 = phi i64 [ %126, %123 ], [ %128, %127 ]
+  %131 = trunc i64 %130 to i32
+  %132 = load ptr, ptr %5, align 8
+  %133 = getelementptr inbounds nuw %struct.Rows, ptr %132, i32 0, i32 1
+  %134 = load ptr, ptr %133, align 8
+  %135 = load i64, ptr %3, align 8
+  %136 = getelementptr inbounds i32, ptr %134, i64 %135
+  store i32 %131, ptr %136, align 4
+  ret void
+}
+
+define ptr @failfast_rms_norm(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  %3 = alloca ptr, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca float, align 4
+  %6 = alloca %struct.Norm, align 8
+  store ptr %0, ptr %3, align 8
+  %7 = load ptr, ptr %3, align 8
+  %8 = call i32 @is_registration(ptr noundef %7)
+  %9 = icmp ne i32 %8, 0
+  br i1 %9, label %10, label %11
+
+10:
+  store ptr null, ptr %2, align 8
+  br label %54
+
+11:
+  %12 = load ptr, ptr %3, align 8
+  %13 = call ptr @argument(ptr noundef %12, i64 noundef 0)
+  store ptr %13, ptr %4, align 8
+  %14 = load ptr, ptr %3, align 8
+  %15 = call ptr @argument(ptr noundef %14, i64 noundef 2)
+  %16 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %15, i32 0, i32 3
+  %17 = load ptr, ptr %16, align 8
+  %18 = load float, ptr %17, align 4
+  store float %18, ptr %5, align 4
+  %19 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 0
+  %20 = load ptr, ptr %4, align 8
+  %21 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %20, i32 0, i32 3
+  %22 = load ptr, ptr %21, align 8
+  store ptr %22, ptr %19, align 8
+  %23 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 1
+  %24 = load ptr, ptr %3, align 8
+  %25 = call ptr @argument(ptr noundef %24, i64 noundef 1)
+  %26 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %25, i32 0, i32 3
+  %27 = load ptr, ptr %26, align 8
+  store ptr %27, ptr %23, align 8
+  %28 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 2
+  %29 = load ptr, ptr %3, align 8
+  %30 = call ptr @result(ptr noundef %29, i64 noundef 0)
+  %31 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %30, i32 0, i32 3
+  %32 = load ptr, ptr %31, align 8
+  store ptr %32, ptr %28, align 8
+  %33 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 3
+  %34 = load float, ptr %5, align 4
+  store float %34, ptr %33, align 8
+  %35 = getelementptr i8, ptr %6, i64 28
+  call void @llvm.memset.p0.i64(ptr align 4 %35, i8 0, i64 4, i1 false)
+  %36 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 4
+  %37 = load ptr, ptr %4, align 8
+  %38 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %37, i32 0, i32 5
+  %39 = load ptr, ptr %38, align 8
+  %40 = getelementptr inbounds i64, ptr %39, i64 0
+  %41 = load i64, ptr %40, align 8
+  store i64 %41, ptr %36, align 8
+  %42 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 5
+  %43 = load ptr, ptr %4, align 8
+  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 5
+  %45 = load ptr, ptr %44, align 8
+  %46 = getelementptr inbounds i64, ptr %45, i64 1
+  %47 = load i64, ptr %46, align 8
+  store i64 %47, ptr %42, align 8
+  %48 = load ptr, ptr %3, align 8
+  %49 = getelementptr inbounds nuw %struct.Norm, ptr %6, i32 0, i32 4
+  %50 = load i64, ptr %49, align 8
+  %51 = add nsw i64 %50, 64
+  %52 = sub nsw i64 %51, 1
+  %53 = sdiv i64 %52, 64
+  call void @parallel_for(ptr noundef %48, i64 noundef %53, ptr noundef @norms, ptr noundef %6)
+  store ptr null, ptr %2, align 8
+  br label %54
+
+54:
+  %55 = load ptr, ptr %2, align 8
+  ret ptr %55
+}
+
+declare void @llvm.memset.p0.i64(ptr writeonly captures(none), i8, i64, i1 immarg) #4
+
+define internal void @norms(i64 noundef %0, ptr noundef %1) #3 {
   %3 = alloca i64, align 8
   %4 = alloca ptr, align 8
   %5 = alloca ptr, align 8
@@ -506,7 +1194,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %74 = load i64, ptr %13, align 8
   %75 = add nsw i64 %74, 8
   store i64 %75, ptr %13, align 8
-  br label %57, !llvm.loop !10
+  br label %57, !llvm.loop !16
 
 76:
   %77 = load <8 x float>, ptr %12, align 32
@@ -546,7 +1234,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %99 = load i64, ptr %15, align 8
   %100 = add nsw i64 %99, 1
   store i64 %100, ptr %15, align 8
-  br label %80, !llvm.loop !11
+  br label %80, !llvm.loop !17
 
 101:
   %102 = load float, ptr %14, align 4
@@ -559,7 +1247,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %109 = getelementptr inbounds nuw %struct.Norm, ptr %108, i32 0, i32 3
   %110 = load float, ptr %109, align 8
   %111 = fadd float %107, %110
-  %112 = call float @sqrtf(float noundef %111) #15
+  %112 = call float @sqrtf(float noundef %111) #16
   %113 = fdiv float 1.000000e+00, %112
   store float %113, ptr %16, align 4
   store i64 0, ptr %17, align 8
@@ -601,7 +1289,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %139 = load i64, ptr %17, align 8
   %140 = add nsw i64 %139, 8
   store i64 %140, ptr %17, align 8
-  br label %114, !llvm.loop !12
+  br label %114, !llvm.loop !18
 
 141:
   %142 = load i64, ptr %6, align 8
@@ -644,7 +1332,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %168 = load i64, ptr %18, align 8
   %169 = add nsw i64 %168, 1
   store i64 %169, ptr %18, align 8
-  br label %143, !llvm.loop !13
+  br label %143, !llvm.loop !19
 
 170:
   br label %171
@@ -653,12 +1341,11 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #4 {
   %172 = load i64, ptr %8, align 8
   %173 = add nsw i64 %172, 1
   store i64 %173, ptr %8, align 8
-  br label %33, !llvm.loop !14
+  br label %33, !llvm.loop !20
 
 174:
   ret void
 }
-
 
 define ptr @failfast_product_float32(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
@@ -811,159 +1498,188 @@ define internal ptr @attention(ptr noundef %0, ptr noundef %1) #1 {
   %7 = alloca ptr, align 8
   %8 = alloca ptr, align 8
   %9 = alloca i64, align 8
-  %10 = alloca %struct.Attention, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca %struct.Attention, align 8
   store ptr %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
-  %11 = load ptr, ptr %4, align 8
-  %12 = call i32 @is_registration(ptr noundef %11)
-  %13 = icmp ne i32 %12, 0
-  br i1 %13, label %14, label %15
+  %14 = load ptr, ptr %4, align 8
+  %15 = call i32 @is_registration(ptr noundef %14)
+  %16 = icmp ne i32 %15, 0
+  br i1 %16, label %17, label %18
 
-14:
+17:
   store ptr null, ptr %3, align 8
-  br label %125
+  br label %149
 
-15:
-  %16 = load ptr, ptr %4, align 8
-  %17 = call ptr @argument(ptr noundef %16, i64 noundef 0)
-  store ptr %17, ptr %6, align 8
-  %18 = load ptr, ptr %4, align 8
-  %19 = call ptr @argument(ptr noundef %18, i64 noundef 1)
-  store ptr %19, ptr %7, align 8
-  %20 = load ptr, ptr %4, align 8
-  %21 = call ptr @result(ptr noundef %20, i64 noundef 1)
-  store ptr %21, ptr %8, align 8
-  %22 = load ptr, ptr %4, align 8
-  %23 = call ptr @argument(ptr noundef %22, i64 noundef 5)
-  %24 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %23, i32 0, i32 3
-  %25 = load ptr, ptr %24, align 8
-  %26 = load i32, ptr %25, align 4
-  %27 = sext i32 %26 to i64
-  store i64 %27, ptr %9, align 8
-  %28 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 0
-  %29 = load ptr, ptr %6, align 8
-  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 3
-  %31 = load ptr, ptr %30, align 8
-  store ptr %31, ptr %28, align 8
-  %32 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 1
-  %33 = load ptr, ptr %7, align 8
-  %34 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %33, i32 0, i32 3
-  %35 = load ptr, ptr %34, align 8
-  store ptr %35, ptr %32, align 8
-  %36 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 2
-  %37 = load ptr, ptr %4, align 8
-  %38 = call ptr @argument(ptr noundef %37, i64 noundef 2)
-  %39 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %38, i32 0, i32 3
-  %40 = load ptr, ptr %39, align 8
-  store ptr %40, ptr %36, align 8
-  %41 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 3
-  %42 = load ptr, ptr %4, align 8
-  %43 = call ptr @argument(ptr noundef %42, i64 noundef 3)
-  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 3
-  %45 = load ptr, ptr %44, align 8
-  store ptr %45, ptr %41, align 8
-  %46 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 4
-  %47 = load ptr, ptr %4, align 8
-  %48 = call ptr @argument(ptr noundef %47, i64 noundef 4)
-  %49 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %48, i32 0, i32 3
-  %50 = load ptr, ptr %49, align 8
-  store ptr %50, ptr %46, align 8
-  %51 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 5
-  %52 = load ptr, ptr %8, align 8
-  %53 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %52, i32 0, i32 3
-  %54 = load ptr, ptr %53, align 8
-  store ptr %54, ptr %51, align 8
-  %55 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 6
-  %56 = load ptr, ptr %6, align 8
-  %57 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %56, i32 0, i32 5
-  %58 = load ptr, ptr %57, align 8
-  %59 = getelementptr inbounds i64, ptr %58, i64 0
-  %60 = load i64, ptr %59, align 8
-  %61 = load ptr, ptr %6, align 8
-  %62 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %61, i32 0, i32 5
-  %63 = load ptr, ptr %62, align 8
-  %64 = getelementptr inbounds i64, ptr %63, i64 1
-  %65 = load i64, ptr %64, align 8
-  %66 = mul nsw i64 %60, %65
-  store i64 %66, ptr %55, align 8
-  %67 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 7
-  %68 = load ptr, ptr %6, align 8
-  %69 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %68, i32 0, i32 5
-  %70 = load ptr, ptr %69, align 8
-  %71 = getelementptr inbounds i64, ptr %70, i64 1
-  %72 = load i64, ptr %71, align 8
-  store i64 %72, ptr %67, align 8
-  %73 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 8
-  %74 = load ptr, ptr %6, align 8
-  %75 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %74, i32 0, i32 5
+18:
+  %19 = load ptr, ptr %4, align 8
+  %20 = call ptr @argument(ptr noundef %19, i64 noundef 0)
+  store ptr %20, ptr %6, align 8
+  %21 = load ptr, ptr %4, align 8
+  %22 = call ptr @argument(ptr noundef %21, i64 noundef 1)
+  store ptr %22, ptr %7, align 8
+  %23 = load ptr, ptr %4, align 8
+  %24 = call ptr @result(ptr noundef %23, i64 noundef 1)
+  store ptr %24, ptr %8, align 8
+  %25 = load ptr, ptr %4, align 8
+  %26 = call ptr @argument(ptr noundef %25, i64 noundef 5)
+  %27 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %26, i32 0, i32 3
+  %28 = load ptr, ptr %27, align 8
+  %29 = load i32, ptr %28, align 4
+  %30 = sext i32 %29 to i64
+  store i64 %30, ptr %9, align 8
+  %31 = load ptr, ptr %6, align 8
+  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %31, i32 0, i32 5
+  %33 = load ptr, ptr %32, align 8
+  %34 = getelementptr inbounds i64, ptr %33, i64 2
+  %35 = load i64, ptr %34, align 8
+  %36 = load ptr, ptr %7, align 8
+  %37 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %36, i32 0, i32 5
+  %38 = load ptr, ptr %37, align 8
+  %39 = getelementptr inbounds i64, ptr %38, i64 1
+  %40 = load i64, ptr %39, align 8
+  %41 = sdiv i64 %35, %40
+  store i64 %41, ptr %10, align 8
+  %42 = load ptr, ptr %6, align 8
+  %43 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %42, i32 0, i32 5
+  %44 = load ptr, ptr %43, align 8
+  %45 = getelementptr inbounds i64, ptr %44, i64 1
+  %46 = load i64, ptr %45, align 8
+  %47 = load i64, ptr %10, align 8
+  %48 = mul nsw i64 %46, %47
+  store i64 %48, ptr %11, align 8
+  %49 = load i64, ptr %11, align 8
+  %50 = icmp sgt i64 %49, 96
+  %51 = zext i1 %50 to i64
+  %52 = select i1 %50, i32 96, i32 8
+  %53 = sext i32 %52 to i64
+  store i64 %53, ptr %12, align 8
+  %54 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 0
+  %55 = load ptr, ptr %6, align 8
+  %56 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %55, i32 0, i32 3
+  %57 = load ptr, ptr %56, align 8
+  store ptr %57, ptr %54, align 8
+  %58 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 1
+  %59 = load ptr, ptr %7, align 8
+  %60 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %59, i32 0, i32 3
+  %61 = load ptr, ptr %60, align 8
+  store ptr %61, ptr %58, align 8
+  %62 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 2
+  %63 = load ptr, ptr %4, align 8
+  %64 = call ptr @argument(ptr noundef %63, i64 noundef 2)
+  %65 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %64, i32 0, i32 3
+  %66 = load ptr, ptr %65, align 8
+  store ptr %66, ptr %62, align 8
+  %67 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 3
+  %68 = load ptr, ptr %4, align 8
+  %69 = call ptr @argument(ptr noundef %68, i64 noundef 3)
+  %70 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %69, i32 0, i32 3
+  %71 = load ptr, ptr %70, align 8
+  store ptr %71, ptr %67, align 8
+  %72 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 4
+  %73 = load ptr, ptr %4, align 8
+  %74 = call ptr @argument(ptr noundef %73, i64 noundef 4)
+  %75 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %74, i32 0, i32 3
   %76 = load ptr, ptr %75, align 8
-  %77 = getelementptr inbounds i64, ptr %76, i64 2
-  %78 = load i64, ptr %77, align 8
-  store i64 %78, ptr %73, align 8
-  %79 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 9
-  %80 = load ptr, ptr %7, align 8
-  %81 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %80, i32 0, i32 5
-  %82 = load ptr, ptr %81, align 8
-  %83 = getelementptr inbounds i64, ptr %82, i64 2
-  %84 = load i64, ptr %83, align 8
-  store i64 %84, ptr %79, align 8
-  %85 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 10
-  %86 = load i64, ptr %9, align 8
-  store i64 %86, ptr %85, align 8
-  %87 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 11
-  %88 = load ptr, ptr %8, align 8
-  %89 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %88, i32 0, i32 5
-  %90 = load ptr, ptr %89, align 8
-  %91 = getelementptr inbounds i64, ptr %90, i64 0
-  %92 = load i64, ptr %91, align 8
-  %93 = icmp sgt i64 %92, 1
-  br i1 %93, label %94, label %99
+  store ptr %76, ptr %72, align 8
+  %77 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 5
+  %78 = load ptr, ptr %8, align 8
+  %79 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %78, i32 0, i32 3
+  %80 = load ptr, ptr %79, align 8
+  store ptr %80, ptr %77, align 8
+  %81 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 6
+  %82 = load ptr, ptr %7, align 8
+  %83 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %82, i32 0, i32 5
+  %84 = load ptr, ptr %83, align 8
+  %85 = getelementptr inbounds i64, ptr %84, i64 0
+  %86 = load i64, ptr %85, align 8
+  %87 = load ptr, ptr %7, align 8
+  %88 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %87, i32 0, i32 5
+  %89 = load ptr, ptr %88, align 8
+  %90 = getelementptr inbounds i64, ptr %89, i64 1
+  %91 = load i64, ptr %90, align 8
+  %92 = mul nsw i64 %86, %91
+  store i64 %92, ptr %81, align 8
+  %93 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 7
+  %94 = load ptr, ptr %7, align 8
+  %95 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %94, i32 0, i32 5
+  %96 = load ptr, ptr %95, align 8
+  %97 = getelementptr inbounds i64, ptr %96, i64 1
+  %98 = load i64, ptr %97, align 8
+  store i64 %98, ptr %93, align 8
+  %99 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 8
+  %100 = load i64, ptr %10, align 8
+  store i64 %100, ptr %99, align 8
+  %101 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 9
+  %102 = load i64, ptr %11, align 8
+  store i64 %102, ptr %101, align 8
+  %103 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 10
+  %104 = load ptr, ptr %7, align 8
+  %105 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %104, i32 0, i32 5
+  %106 = load ptr, ptr %105, align 8
+  %107 = getelementptr inbounds i64, ptr %106, i64 2
+  %108 = load i64, ptr %107, align 8
+  store i64 %108, ptr %103, align 8
+  %109 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 11
+  %110 = load i64, ptr %9, align 8
+  store i64 %110, ptr %109, align 8
+  %111 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 12
+  %112 = load ptr, ptr %8, align 8
+  %113 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %112, i32 0, i32 5
+  %114 = load ptr, ptr %113, align 8
+  %115 = getelementptr inbounds i64, ptr %114, i64 0
+  %116 = load i64, ptr %115, align 8
+  %117 = icmp sgt i64 %116, 1
+  br i1 %117, label %118, label %123
 
-94:
-  %95 = load i64, ptr %9, align 8
-  %96 = add nsw i64 %95, 256
-  %97 = sub nsw i64 %96, 1
-  %98 = sdiv i64 %97, 256
-  br label %100
+118:
+  %119 = load i64, ptr %9, align 8
+  %120 = add nsw i64 %119, 256
+  %121 = sub nsw i64 %120, 1
+  %122 = sdiv i64 %121, 256
+  br label %124
 
-99:
-  br label %100
+123:
+  br label %124
 
-100:
-  %101 = phi i64 [ %98, %94 ], [ 1, %99 ]
-  store i64 %101, ptr %87, align 8
-  %102 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 12
-  %103 = load ptr, ptr %6, align 8
-  %104 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %103, i32 0, i32 5
-  %105 = load ptr, ptr %104, align 8
-  %106 = getelementptr inbounds i64, ptr %105, i64 2
-  %107 = load i64, ptr %106, align 8
-  %108 = add nsw i64 %107, 96
-  %109 = sub nsw i64 %108, 1
-  %110 = sdiv i64 %109, 96
-  store i64 %110, ptr %102, align 8
-  %111 = load ptr, ptr %4, align 8
-  %112 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 6
-  %113 = load i64, ptr %112, align 8
-  %114 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 11
-  %115 = load i64, ptr %114, align 8
-  %116 = mul nsw i64 %113, %115
-  %117 = getelementptr inbounds nuw %struct.Attention, ptr %10, i32 0, i32 12
-  %118 = load i64, ptr %117, align 8
-  %119 = mul nsw i64 %116, %118
-  %120 = load ptr, ptr %5, align 8
-  call void @parallel_for(ptr noundef %111, i64 noundef %119, ptr noundef %120, ptr noundef %10)
-  %121 = load ptr, ptr %4, align 8
-  %122 = call ptr @result(ptr noundef %121, i64 noundef 0)
-  %123 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %122, i32 0, i32 3
-  %124 = load ptr, ptr %123, align 8
-  call void @join(ptr noundef %10, ptr noundef %124)
+124:
+  %125 = phi i64 [ %122, %118 ], [ 1, %123 ]
+  store i64 %125, ptr %111, align 8
+  %126 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 13
+  %127 = load i64, ptr %12, align 8
+  store i64 %127, ptr %126, align 8
+  %128 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 14
+  %129 = load i64, ptr %11, align 8
+  %130 = load i64, ptr %12, align 8
+  %131 = add nsw i64 %129, %130
+  %132 = sub nsw i64 %131, 1
+  %133 = load i64, ptr %12, align 8
+  %134 = sdiv i64 %132, %133
+  store i64 %134, ptr %128, align 8
+  %135 = load ptr, ptr %4, align 8
+  %136 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 6
+  %137 = load i64, ptr %136, align 8
+  %138 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 12
+  %139 = load i64, ptr %138, align 8
+  %140 = mul nsw i64 %137, %139
+  %141 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 14
+  %142 = load i64, ptr %141, align 8
+  %143 = mul nsw i64 %140, %142
+  %144 = load ptr, ptr %5, align 8
+  call void @parallel_for(ptr noundef %135, i64 noundef %143, ptr noundef %144, ptr noundef %13)
+  %145 = load ptr, ptr %4, align 8
+  %146 = call ptr @result(ptr noundef %145, i64 noundef 0)
+  %147 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %146, i32 0, i32 3
+  %148 = load ptr, ptr %147, align 8
+  call void @join(ptr noundef %13, ptr noundef %148)
   store ptr null, ptr %3, align 8
-  br label %125
+  br label %149
 
-125:
-  %126 = load ptr, ptr %3, align 8
-  ret ptr %126
+149:
+  %150 = load ptr, ptr %3, align 8
+  ret ptr %150
 }
 
 define internal void @attend_float32(i64 noundef %0, ptr noundef %1) #5 {
@@ -1302,7 +2018,7 @@ define internal void @release(ptr noundef %0) #1 {
 
 11:
   %12 = load ptr, ptr %2, align 8
-  call void @free(ptr noundef %12) #15
+  call void @free(ptr noundef %12) #16
   br label %13
 
 13:
@@ -1350,7 +2066,7 @@ define internal void @take_pieces(ptr noundef %0) #1 {
   %29 = atomicrmw add ptr %27, i64 %28 release, align 8
   store i64 %29, ptr %7, align 8
   %30 = load i64, ptr %7, align 8
-  br label %8, !llvm.loop !15
+  br label %8, !llvm.loop !21
 
 31:
   ret void
@@ -1360,21 +2076,121 @@ declare i32 @sched_yield() #8
 
 declare void @free(ptr noundef) #9
 
-define internal <8 x float> @fma_(<8 x float> noundef %0, <8 x float> noundef %1, <8 x float> noundef %2) #10 {
-  %4 = alloca <8 x float>, align 32
-  %5 = alloca <8 x float>, align 32
-  %6 = alloca <8 x float>, align 32
-  store <8 x float> %0, ptr %4, align 32
-  store <8 x float> %1, ptr %5, align 32
-  store <8 x float> %2, ptr %6, align 32
-  %7 = load <8 x float>, ptr %4, align 32
-  %8 = load <8 x float>, ptr %5, align 32
-  %9 = load <8 x float>, ptr %6, align 32
-  %10 = call <8 x float> @llvm.fma.v8f32(<8 x float> %7, <8 x float> %8, <8 x float> %9)
-  ret <8 x float> %10
+declare ptr @llvm.stacksave.p0() #10
+
+define internal i64 @most(i64 noundef %0, i64 noundef %1) #1 {
+  %3 = alloca i64, align 8
+  %4 = alloca i64, align 8
+  store i64 %0, ptr %3, align 8
+  store i64 %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load i64, ptr %4, align 8
+  %7 = icmp sgt i64 %5, %6
+  br i1 %7, label %8, label %10
+
+8:
+  %9 = load i64, ptr %3, align 8
+  br label %12
+
+10:
+  %11 = load i64, ptr %4, align 8
+  br label %12
+
+12:
+  %13 = phi i64 [ %9, %8 ], [ %11, %10 ]
+  ret i64 %13
 }
 
-define internal <8 x float> @load(ptr noundef %0, i32 noundef %1) #10 {
+define internal void @rotate_head(ptr noundef %0, ptr noundef %1, ptr noundef %2, ptr noundef %3) #11 {
+  %5 = alloca ptr, align 8
+  %6 = alloca ptr, align 8
+  %7 = alloca ptr, align 8
+  %8 = alloca ptr, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca <8 x float>, align 32
+  %12 = alloca <8 x float>, align 32
+  %13 = alloca <8 x float>, align 32
+  %14 = alloca <8 x float>, align 32
+  store ptr %0, ptr %5, align 8
+  store ptr %1, ptr %6, align 8
+  store ptr %2, ptr %7, align 8
+  store ptr %3, ptr %8, align 8
+  store i64 0, ptr %9, align 8
+  %15 = load i64, ptr @head_dim, align 8
+  %16 = sdiv i64 %15, 2
+  store i64 %16, ptr %10, align 8
+  br label %17
+
+17:
+  %18 = load i64, ptr %9, align 8
+  %19 = load i64, ptr %10, align 8
+  %20 = icmp slt i64 %18, %19
+  br i1 %20, label %22, label %21
+
+21:
+  br label %66
+
+22:
+  %23 = load ptr, ptr %5, align 8
+  %24 = load i64, ptr %9, align 8
+  %25 = getelementptr inbounds float, ptr %23, i64 %24
+  %26 = call <8 x float> @load(ptr noundef %25, i32 noundef 0)
+  store <8 x float> %26, ptr %11, align 32
+  %27 = load ptr, ptr %5, align 8
+  %28 = load i64, ptr %10, align 8
+  %29 = getelementptr inbounds float, ptr %27, i64 %28
+  %30 = load i64, ptr %9, align 8
+  %31 = getelementptr inbounds float, ptr %29, i64 %30
+  %32 = call <8 x float> @load(ptr noundef %31, i32 noundef 0)
+  store <8 x float> %32, ptr %12, align 32
+  %33 = load ptr, ptr %6, align 8
+  %34 = load i64, ptr %9, align 8
+  %35 = getelementptr inbounds float, ptr %33, i64 %34
+  %36 = call <8 x float> @load(ptr noundef %35, i32 noundef 0)
+  store <8 x float> %36, ptr %13, align 32
+  %37 = load ptr, ptr %7, align 8
+  %38 = load i64, ptr %9, align 8
+  %39 = getelementptr inbounds float, ptr %37, i64 %38
+  %40 = call <8 x float> @load(ptr noundef %39, i32 noundef 0)
+  store <8 x float> %40, ptr %14, align 32
+  %41 = load ptr, ptr %8, align 8
+  %42 = load i64, ptr %9, align 8
+  %43 = getelementptr inbounds float, ptr %41, i64 %42
+  %44 = load <8 x float>, ptr %11, align 32
+  %45 = load <8 x float>, ptr %13, align 32
+  %46 = fmul <8 x float> %44, %45
+  %47 = load <8 x float>, ptr %12, align 32
+  %48 = load <8 x float>, ptr %14, align 32
+  %49 = fmul <8 x float> %47, %48
+  %50 = fsub <8 x float> %46, %49
+  call void @store(ptr noundef %43, <8 x float> noundef %50)
+  %51 = load ptr, ptr %8, align 8
+  %52 = load i64, ptr %10, align 8
+  %53 = getelementptr inbounds float, ptr %51, i64 %52
+  %54 = load i64, ptr %9, align 8
+  %55 = getelementptr inbounds float, ptr %53, i64 %54
+  %56 = load <8 x float>, ptr %12, align 32
+  %57 = load <8 x float>, ptr %13, align 32
+  %58 = fmul <8 x float> %56, %57
+  %59 = load <8 x float>, ptr %11, align 32
+  %60 = load <8 x float>, ptr %14, align 32
+  %61 = fmul <8 x float> %59, %60
+  %62 = fadd <8 x float> %58, %61
+  call void @store(ptr noundef %55, <8 x float> noundef %62)
+  br label %63
+
+63:
+  %64 = load i64, ptr %9, align 8
+  %65 = add nsw i64 %64, 8
+  store i64 %65, ptr %9, align 8
+  br label %17, !llvm.loop !22
+
+66:
+  ret void
+}
+
+define internal <8 x float> @load(ptr noundef %0, i32 noundef %1) #11 {
   %3 = alloca <8 x float>, align 32
   %4 = alloca ptr, align 8
   %5 = alloca i32, align 4
@@ -1424,20 +2240,7 @@ define internal <8 x float> @load(ptr noundef %0, i32 noundef %1) #10 {
   ret <8 x float> %27
 }
 
-define internal float @sum(<8 x float> noundef %0) #10 {
-  %2 = alloca <8 x float>, align 32
-  store <8 x float> %0, ptr %2, align 32
-  call void @sums(ptr noundef %2, i32 noundef 1)
-  %3 = load <8 x float>, ptr %2, align 32
-  %4 = extractelement <8 x float> %3, i32 0
-  ret float %4
-}
-
-declare float @llvm.fma.f32(float, float, float) #11
-
-declare float @sqrtf(float noundef) #9
-
-define internal void @store(ptr noundef %0, <8 x float> noundef %1) #10 {
+define internal void @store(ptr noundef %0, <8 x float> noundef %1) #11 {
   %3 = alloca ptr, align 8
   %4 = alloca <8 x float>, align 32
   store ptr %0, ptr %3, align 8
@@ -1448,9 +2251,38 @@ define internal void @store(ptr noundef %0, <8 x float> noundef %1) #10 {
   ret void
 }
 
-declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>) #11
+declare void @llvm.stackrestore.p0(ptr) #10
 
-define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
+define internal <8 x float> @fma_(<8 x float> noundef %0, <8 x float> noundef %1, <8 x float> noundef %2) #11 {
+  %4 = alloca <8 x float>, align 32
+  %5 = alloca <8 x float>, align 32
+  %6 = alloca <8 x float>, align 32
+  store <8 x float> %0, ptr %4, align 32
+  store <8 x float> %1, ptr %5, align 32
+  store <8 x float> %2, ptr %6, align 32
+  %7 = load <8 x float>, ptr %4, align 32
+  %8 = load <8 x float>, ptr %5, align 32
+  %9 = load <8 x float>, ptr %6, align 32
+  %10 = call <8 x float> @llvm.fma.v8f32(<8 x float> %7, <8 x float> %8, <8 x float> %9)
+  ret <8 x float> %10
+}
+
+define internal float @sum(<8 x float> noundef %0) #11 {
+  %2 = alloca <8 x float>, align 32
+  store <8 x float> %0, ptr %2, align 32
+  call void @sums(ptr noundef %2, i32 noundef 1)
+  %3 = load <8 x float>, ptr %2, align 32
+  %4 = extractelement <8 x float> %3, i32 0
+  ret float %4
+}
+
+declare float @llvm.fma.f32(float, float, float) #12
+
+declare float @sqrtf(float noundef) #9
+
+declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>) #12
+
+define internal void @sums(ptr noundef %0, i32 noundef %1) #11 {
   %3 = alloca ptr, align 8
   %4 = alloca i32, align 4
   %5 = alloca i32, align 4
@@ -1575,7 +2407,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %80 = load i32, ptr %9, align 4
   %81 = add nsw i32 %80, 1
   store i32 %81, ptr %9, align 4
-  br label %34, !llvm.loop !16
+  br label %34, !llvm.loop !23
 
 82:
   %83 = load i32, ptr %7, align 4
@@ -1588,7 +2420,7 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %87 = load i32, ptr %8, align 4
   %88 = sdiv i32 %87, 2
   store i32 %88, ptr %8, align 4
-  br label %29, !llvm.loop !18
+  br label %29, !llvm.loop !25
 
 89:
   %90 = load ptr, ptr %3, align 8
@@ -1608,13 +2440,13 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #10 {
   %101 = load i32, ptr %5, align 4
   %102 = add nsw i32 %101, 8
   store i32 %102, ptr %5, align 4
-  br label %12, !llvm.loop !19
+  br label %12, !llvm.loop !26
 
 103:
   ret void
 }
 
-define internal <8 x float> @halved(<8 x float> noundef %0, <8 x float> noundef %1, i32 noundef %2) #10 {
+define internal <8 x float> @halved(<8 x float> noundef %0, <8 x float> noundef %1, i32 noundef %2) #11 {
   %4 = alloca <8 x float>, align 32
   %5 = alloca <8 x float>, align 32
   %6 = alloca <8 x float>, align 32
@@ -1791,7 +2623,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %81 = load i64, ptr %11, align 8
   %82 = add nsw i64 %81, 4
   store i64 %82, ptr %11, align 8
-  br label %69, !llvm.loop !20
+  br label %69, !llvm.loop !27
 
 83:
   %84 = load ptr, ptr %5, align 8
@@ -2002,7 +2834,7 @@ define internal void @over_outputs(ptr noundef %0, i64 noundef %1, i64 noundef %
   %77 = load i64, ptr %17, align 8
   %78 = add nsw i64 %77, %76
   store i64 %78, ptr %17, align 8
-  br label %20, !llvm.loop !21
+  br label %20, !llvm.loop !28
 
 79:
   ret void
@@ -2029,7 +2861,7 @@ define internal i32 @thin_outputs(i32 noundef %0, i32 noundef %1) #1 {
   ret i32 %13
 }
 
-define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7, i64 noundef %8) #10 {
+define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7, i64 noundef %8) #11 {
   %10 = alloca ptr, align 8
   %11 = alloca ptr, align 8
   %12 = alloca ptr, align 8
@@ -2086,7 +2918,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %44 = load i32, ptr %20, align 4
   %45 = add nsw i32 %44, 1
   store i32 %45, ptr %20, align 4
-  br label %32, !llvm.loop !22
+  br label %32, !llvm.loop !29
 
 46:
   %47 = load i32, ptr %17, align 4
@@ -2161,7 +2993,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %92 = load i32, ptr %25, align 4
   %93 = add nsw i32 %92, 1
   store i32 %93, ptr %25, align 4
-  br label %71, !llvm.loop !23
+  br label %71, !llvm.loop !30
 
 94:
   store i64 0, ptr %26, align 8
@@ -2194,7 +3026,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %112 = load i64, ptr %26, align 8
   %113 = add nsw i64 %112, 8
   store i64 %113, ptr %26, align 8
-  br label %95, !llvm.loop !24
+  br label %95, !llvm.loop !31
 
 114:
   br label %115
@@ -2204,7 +3036,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %117 = load i64, ptr %24, align 8
   %118 = add nsw i64 %117, %116
   store i64 %118, ptr %24, align 8
-  br label %66, !llvm.loop !25
+  br label %66, !llvm.loop !32
 
 119:
   br label %120
@@ -2231,7 +3063,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %134 = load i64, ptr %24, align 8
   %135 = add nsw i64 %134, 8
   store i64 %135, ptr %24, align 8
-  br label %120, !llvm.loop !26
+  br label %120, !llvm.loop !33
 
 136:
   %137 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 0
@@ -2270,7 +3102,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %159 = load i32, ptr %28, align 4
   %160 = add nsw i32 %159, 8
   store i32 %160, ptr %28, align 4
-  br label %141, !llvm.loop !27
+  br label %141, !llvm.loop !34
 
 161:
   br label %162
@@ -2338,7 +3170,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %209 = load i32, ptr %29, align 4
   %210 = add nsw i32 %209, 1
   store i32 %210, ptr %29, align 4
-  br label %167, !llvm.loop !28
+  br label %167, !llvm.loop !35
 
 211:
   br label %212
@@ -2347,7 +3179,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %213 = load i64, ptr %24, align 8
   %214 = add nsw i64 %213, 1
   store i64 %214, ptr %24, align 8
-  br label %162, !llvm.loop !29
+  br label %162, !llvm.loop !36
 
 215:
   store i32 0, ptr %31, align 4
@@ -2389,7 +3221,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %242 = load i32, ptr %31, align 4
   %243 = add nsw i32 %242, 1
   store i32 %243, ptr %31, align 4
-  br label %216, !llvm.loop !30
+  br label %216, !llvm.loop !37
 
 244:
   ret void
@@ -2409,29 +3241,6 @@ define internal ptr @element(ptr noundef %0, i64 noundef %1, i32 noundef %2) #1 
   %11 = mul nsw i64 %8, %10
   %12 = getelementptr inbounds i8, ptr %7, i64 %11
   ret ptr %12
-}
-
-define internal i64 @most(i64 noundef %0, i64 noundef %1) #1 {
-  %3 = alloca i64, align 8
-  %4 = alloca i64, align 8
-  store i64 %0, ptr %3, align 8
-  store i64 %1, ptr %4, align 8
-  %5 = load i64, ptr %3, align 8
-  %6 = load i64, ptr %4, align 8
-  %7 = icmp sgt i64 %5, %6
-  br i1 %7, label %8, label %10
-
-8:
-  %9 = load i64, ptr %3, align 8
-  br label %12
-
-10:
-  %11 = load i64, ptr %4, align 8
-  br label %12
-
-12:
-  %13 = phi i64 [ %9, %8 ], [ %11, %10 ]
-  ret i64 %13
 }
 
 define internal i64 @bytes_of(i32 noundef %0) #1 {
@@ -2490,13 +3299,13 @@ define internal void @prefetch(ptr noundef %0, i64 noundef %1, i64 noundef %2) #
   %20 = load i64, ptr %7, align 8
   %21 = add nsw i64 %20, 64
   store i64 %21, ptr %7, align 8
-  br label %8, !llvm.loop !31
+  br label %8, !llvm.loop !38
 
 22:
   ret void
 }
 
-define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7) #10 {
+define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7) #11 {
   %9 = alloca ptr, align 8
   %10 = alloca ptr, align 8
   %11 = alloca ptr, align 8
@@ -2553,7 +3362,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %44 = load i32, ptr %18, align 4
   %45 = add nsw i32 %44, 1
   store i32 %45, ptr %18, align 4
-  br label %23, !llvm.loop !32
+  br label %23, !llvm.loop !39
 
 46:
   store i32 0, ptr %19, align 4
@@ -2624,7 +3433,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %92 = load i32, ptr %22, align 4
   %93 = add nsw i32 %92, 1
   store i32 %93, ptr %22, align 4
-  br label %62, !llvm.loop !33
+  br label %62, !llvm.loop !40
 
 94:
   br label %95
@@ -2633,7 +3442,7 @@ define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %
   %96 = load i32, ptr %19, align 4
   %97 = add nsw i32 %96, 1
   store i32 %97, ptr %19, align 4
-  br label %47, !llvm.loop !34
+  br label %47, !llvm.loop !41
 
 98:
   ret void
@@ -2688,9 +3497,9 @@ define internal float @load_one(ptr noundef %0, i32 noundef %1) #1 {
   ret float %26
 }
 
-declare void @llvm.prefetch.p0(ptr readonly captures(none), i32 immarg, i32 immarg, i32 immarg) #12
+declare void @llvm.prefetch.p0(ptr readonly captures(none), i32 immarg, i32 immarg, i32 immarg) #13
 
-define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
+define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
   %3 = alloca ptr, align 8
   %4 = alloca ptr, align 8
   %5 = alloca i64, align 8
@@ -2717,7 +3526,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %24 = load i64, ptr @head_dim, align 8
   store i64 %24, ptr %5, align 8
   %25 = load ptr, ptr %3, align 8
-  %26 = getelementptr inbounds nuw %struct.Attention, ptr %25, i32 0, i32 8
+  %26 = getelementptr inbounds nuw %struct.Attention, ptr %25, i32 0, i32 9
   %27 = load i64, ptr %26, align 8
   %28 = load i64, ptr %5, align 8
   %29 = add nsw i64 %28, 2
@@ -2732,7 +3541,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %34 = getelementptr inbounds nuw %struct.Attention, ptr %33, i32 0, i32 6
   %35 = load i64, ptr %34, align 8
   %36 = load ptr, ptr %3, align 8
-  %37 = getelementptr inbounds nuw %struct.Attention, ptr %36, i32 0, i32 8
+  %37 = getelementptr inbounds nuw %struct.Attention, ptr %36, i32 0, i32 9
   %38 = load i64, ptr %37, align 8
   %39 = mul nsw i64 %35, %38
   %40 = icmp slt i64 %32, %39
@@ -2740,7 +3549,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
 
 41:
   store i32 2, ptr %8, align 4
-  br label %227
+  br label %236
 
 42:
   %43 = load ptr, ptr %3, align 8
@@ -2748,7 +3557,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   %45 = load ptr, ptr %44, align 8
   %46 = load i64, ptr %7, align 8
   %47 = load ptr, ptr %3, align 8
-  %48 = getelementptr inbounds nuw %struct.Attention, ptr %47, i32 0, i32 8
+  %48 = getelementptr inbounds nuw %struct.Attention, ptr %47, i32 0, i32 9
   %49 = load i64, ptr %48, align 8
   %50 = sdiv i64 %46, %49
   %51 = load i64, ptr %6, align 8
@@ -2757,14 +3566,14 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   store ptr %53, ptr %9, align 8
   %54 = load ptr, ptr %9, align 8
   %55 = load ptr, ptr %3, align 8
-  %56 = getelementptr inbounds nuw %struct.Attention, ptr %55, i32 0, i32 8
+  %56 = getelementptr inbounds nuw %struct.Attention, ptr %55, i32 0, i32 9
   %57 = load i64, ptr %56, align 8
   %58 = load i64, ptr %5, align 8
   %59 = mul nsw i64 %57, %58
   %60 = getelementptr inbounds float, ptr %54, i64 %59
   %61 = load i64, ptr %7, align 8
   %62 = load ptr, ptr %3, align 8
-  %63 = getelementptr inbounds nuw %struct.Attention, ptr %62, i32 0, i32 8
+  %63 = getelementptr inbounds nuw %struct.Attention, ptr %62, i32 0, i32 9
   %64 = load i64, ptr %63, align 8
   %65 = srem i64 %61, %64
   %66 = getelementptr inbounds float, ptr %60, i64 %65
@@ -2772,263 +3581,326 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #4 {
   store float 0xC6293E5940000000, ptr %11, align 4
   store float 0.000000e+00, ptr %12, align 4
   %67 = load ptr, ptr %4, align 8
-  %68 = load i64, ptr %7, align 8
-  %69 = load i64, ptr %5, align 8
-  %70 = mul nsw i64 %68, %69
-  %71 = getelementptr inbounds float, ptr %67, i64 %70
-  store ptr %71, ptr %13, align 8
+  %68 = load ptr, ptr %3, align 8
+  %69 = load i64, ptr %7, align 8
+  %70 = load ptr, ptr %3, align 8
+  %71 = getelementptr inbounds nuw %struct.Attention, ptr %70, i32 0, i32 9
+  %72 = load i64, ptr %71, align 8
+  %73 = sdiv i64 %69, %72
+  %74 = load i64, ptr %7, align 8
+  %75 = load ptr, ptr %3, align 8
+  %76 = getelementptr inbounds nuw %struct.Attention, ptr %75, i32 0, i32 9
+  %77 = load i64, ptr %76, align 8
+  %78 = srem i64 %74, %77
+  %79 = call i64 @query(ptr noundef %68, i64 noundef %73, i64 noundef %78)
+  %80 = getelementptr inbounds float, ptr %67, i64 %79
+  store ptr %80, ptr %13, align 8
   store i64 0, ptr %14, align 8
-  br label %72
-
-72:
-  %73 = load i64, ptr %14, align 8
-  %74 = load i64, ptr %5, align 8
-  %75 = icmp slt i64 %73, %74
-  br i1 %75, label %77, label %76
-
-76:
-  store i32 5, ptr %8, align 4
-  br label %84
-
-77:
-  %78 = load ptr, ptr %13, align 8
-  %79 = load i64, ptr %14, align 8
-  %80 = getelementptr inbounds float, ptr %78, i64 %79
-  store float 0.000000e+00, ptr %80, align 4
   br label %81
 
 81:
   %82 = load i64, ptr %14, align 8
-  %83 = add nsw i64 %82, 1
-  store i64 %83, ptr %14, align 8
-  br label %72, !llvm.loop !35
-
-84:
-  store i64 0, ptr %15, align 8
-  br label %85
+  %83 = load i64, ptr %5, align 8
+  %84 = icmp slt i64 %82, %83
+  br i1 %84, label %86, label %85
 
 85:
-  %86 = load i64, ptr %15, align 8
-  %87 = load ptr, ptr %3, align 8
-  %88 = getelementptr inbounds nuw %struct.Attention, ptr %87, i32 0, i32 11
-  %89 = load i64, ptr %88, align 8
-  %90 = icmp slt i64 %86, %89
-  br i1 %90, label %92, label %91
+  store i32 5, ptr %8, align 4
+  br label %93
 
-91:
+86:
+  %87 = load ptr, ptr %13, align 8
+  %88 = load i64, ptr %14, align 8
+  %89 = getelementptr inbounds float, ptr %87, i64 %88
+  store float 0.000000e+00, ptr %89, align 4
+  br label %90
+
+90:
+  %91 = load i64, ptr %14, align 8
+  %92 = add nsw i64 %91, 1
+  store i64 %92, ptr %14, align 8
+  br label %81, !llvm.loop !42
+
+93:
+  store i64 0, ptr %15, align 8
+  br label %94
+
+94:
+  %95 = load i64, ptr %15, align 8
+  %96 = load ptr, ptr %3, align 8
+  %97 = getelementptr inbounds nuw %struct.Attention, ptr %96, i32 0, i32 12
+  %98 = load i64, ptr %97, align 8
+  %99 = icmp slt i64 %95, %98
+  br i1 %99, label %101, label %100
+
+100:
   store i32 8, ptr %8, align 4
-  br label %115
+  br label %124
 
-92:
-  %93 = load ptr, ptr %10, align 8
-  %94 = load i64, ptr %15, align 8
-  %95 = load ptr, ptr %3, align 8
-  %96 = getelementptr inbounds nuw %struct.Attention, ptr %95, i32 0, i32 6
-  %97 = load i64, ptr %96, align 8
-  %98 = mul nsw i64 %94, %97
-  %99 = load i64, ptr %6, align 8
-  %100 = mul nsw i64 %98, %99
-  %101 = getelementptr inbounds float, ptr %93, i64 %100
-  %102 = load float, ptr %101, align 4
-  store float %102, ptr %16, align 4
-  %103 = load float, ptr %16, align 4
-  %104 = load float, ptr %11, align 4
-  %105 = fcmp ogt float %103, %104
-  br i1 %105, label %106, label %108
-
-106:
-  %107 = load float, ptr %16, align 4
-  br label %110
-
-108:
-  %109 = load float, ptr %11, align 4
-  br label %110
-
-110:
-  %111 = phi float [ %107, %106 ], [ %109, %108 ]
-  store float %111, ptr %11, align 4
-  br label %112
-
-112:
-  %113 = load i64, ptr %15, align 8
-  %114 = add nsw i64 %113, 1
-  store i64 %114, ptr %15, align 8
-  br label %85, !llvm.loop !36
+101:
+  %102 = load ptr, ptr %10, align 8
+  %103 = load i64, ptr %15, align 8
+  %104 = load ptr, ptr %3, align 8
+  %105 = getelementptr inbounds nuw %struct.Attention, ptr %104, i32 0, i32 6
+  %106 = load i64, ptr %105, align 8
+  %107 = mul nsw i64 %103, %106
+  %108 = load i64, ptr %6, align 8
+  %109 = mul nsw i64 %107, %108
+  %110 = getelementptr inbounds float, ptr %102, i64 %109
+  %111 = load float, ptr %110, align 4
+  store float %111, ptr %16, align 4
+  %112 = load float, ptr %16, align 4
+  %113 = load float, ptr %11, align 4
+  %114 = fcmp ogt float %112, %113
+  br i1 %114, label %115, label %117
 
 115:
+  %116 = load float, ptr %16, align 4
+  br label %119
+
+117:
+  %118 = load float, ptr %11, align 4
+  br label %119
+
+119:
+  %120 = phi float [ %116, %115 ], [ %118, %117 ]
+  store float %120, ptr %11, align 4
+  br label %121
+
+121:
+  %122 = load i64, ptr %15, align 8
+  %123 = add nsw i64 %122, 1
+  store i64 %123, ptr %15, align 8
+  br label %94, !llvm.loop !43
+
+124:
   store i64 0, ptr %17, align 8
-  br label %116
+  br label %125
 
-116:
-  %117 = load i64, ptr %17, align 8
-  %118 = load ptr, ptr %3, align 8
-  %119 = getelementptr inbounds nuw %struct.Attention, ptr %118, i32 0, i32 11
-  %120 = load i64, ptr %119, align 8
-  %121 = icmp slt i64 %117, %120
-  br i1 %121, label %123, label %122
+125:
+  %126 = load i64, ptr %17, align 8
+  %127 = load ptr, ptr %3, align 8
+  %128 = getelementptr inbounds nuw %struct.Attention, ptr %127, i32 0, i32 12
+  %129 = load i64, ptr %128, align 8
+  %130 = icmp slt i64 %126, %129
+  br i1 %130, label %132, label %131
 
-122:
+131:
   store i32 11, ptr %8, align 4
-  br label %194
+  br label %203
 
-123:
-  %124 = load ptr, ptr %9, align 8
-  %125 = load i64, ptr %17, align 8
-  %126 = load ptr, ptr %3, align 8
-  %127 = getelementptr inbounds nuw %struct.Attention, ptr %126, i32 0, i32 6
-  %128 = load i64, ptr %127, align 8
-  %129 = mul nsw i64 %125, %128
-  %130 = load i64, ptr %6, align 8
-  %131 = mul nsw i64 %129, %130
-  %132 = getelementptr inbounds float, ptr %124, i64 %131
-  %133 = load i64, ptr %7, align 8
-  %134 = load ptr, ptr %3, align 8
-  %135 = getelementptr inbounds nuw %struct.Attention, ptr %134, i32 0, i32 8
-  %136 = load i64, ptr %135, align 8
-  %137 = srem i64 %133, %136
-  %138 = load i64, ptr %5, align 8
-  %139 = mul nsw i64 %137, %138
-  %140 = getelementptr inbounds float, ptr %132, i64 %139
-  store ptr %140, ptr %18, align 8
-  %141 = load ptr, ptr %10, align 8
-  %142 = load i64, ptr %17, align 8
+132:
+  %133 = load ptr, ptr %9, align 8
+  %134 = load i64, ptr %17, align 8
+  %135 = load ptr, ptr %3, align 8
+  %136 = getelementptr inbounds nuw %struct.Attention, ptr %135, i32 0, i32 6
+  %137 = load i64, ptr %136, align 8
+  %138 = mul nsw i64 %134, %137
+  %139 = load i64, ptr %6, align 8
+  %140 = mul nsw i64 %138, %139
+  %141 = getelementptr inbounds float, ptr %133, i64 %140
+  %142 = load i64, ptr %7, align 8
   %143 = load ptr, ptr %3, align 8
-  %144 = getelementptr inbounds nuw %struct.Attention, ptr %143, i32 0, i32 6
+  %144 = getelementptr inbounds nuw %struct.Attention, ptr %143, i32 0, i32 9
   %145 = load i64, ptr %144, align 8
-  %146 = mul nsw i64 %142, %145
-  %147 = load i64, ptr %6, align 8
+  %146 = srem i64 %142, %145
+  %147 = load i64, ptr %5, align 8
   %148 = mul nsw i64 %146, %147
   %149 = getelementptr inbounds float, ptr %141, i64 %148
-  store ptr %149, ptr %19, align 8
-  %150 = load ptr, ptr %19, align 8
-  %151 = getelementptr inbounds float, ptr %150, i64 0
-  %152 = load float, ptr %151, align 4
-  %153 = load float, ptr %11, align 4
-  %154 = fsub float %152, %153
-  %155 = insertelement <8 x float> poison, float %154, i64 0
-  %156 = shufflevector <8 x float> %155, <8 x float> poison, <8 x i32> zeroinitializer
-  %157 = call <8 x float> @exponential(<8 x float> noundef %156)
-  %158 = extractelement <8 x float> %157, i32 0
-  store float %158, ptr %20, align 4
+  store ptr %149, ptr %18, align 8
+  %150 = load ptr, ptr %10, align 8
+  %151 = load i64, ptr %17, align 8
+  %152 = load ptr, ptr %3, align 8
+  %153 = getelementptr inbounds nuw %struct.Attention, ptr %152, i32 0, i32 6
+  %154 = load i64, ptr %153, align 8
+  %155 = mul nsw i64 %151, %154
+  %156 = load i64, ptr %6, align 8
+  %157 = mul nsw i64 %155, %156
+  %158 = getelementptr inbounds float, ptr %150, i64 %157
+  store ptr %158, ptr %19, align 8
+  %159 = load ptr, ptr %19, align 8
+  %160 = getelementptr inbounds float, ptr %159, i64 0
+  %161 = load float, ptr %160, align 4
+  %162 = load float, ptr %11, align 4
+  %163 = fsub float %161, %162
+  %164 = insertelement <8 x float> poison, float %163, i64 0
+  %165 = shufflevector <8 x float> %164, <8 x float> poison, <8 x i32> zeroinitializer
+  %166 = call <8 x float> @exponential(<8 x float> noundef %165)
+  %167 = extractelement <8 x float> %166, i32 0
+  store float %167, ptr %20, align 4
   store i64 0, ptr %21, align 8
-  br label %159
+  br label %168
 
-159:
-  %160 = load i64, ptr %21, align 8
-  %161 = load i64, ptr %5, align 8
-  %162 = icmp slt i64 %160, %161
-  br i1 %162, label %164, label %163
+168:
+  %169 = load i64, ptr %21, align 8
+  %170 = load i64, ptr %5, align 8
+  %171 = icmp slt i64 %169, %170
+  br i1 %171, label %173, label %172
 
-163:
+172:
   store i32 14, ptr %8, align 4
-  br label %181
+  br label %190
 
-164:
-  %165 = load ptr, ptr %18, align 8
-  %166 = load i64, ptr %21, align 8
-  %167 = getelementptr inbounds float, ptr %165, i64 %166
-  %168 = load float, ptr %167, align 4
-  %169 = load float, ptr %20, align 4
-  %170 = load ptr, ptr %13, align 8
-  %171 = load i64, ptr %21, align 8
-  %172 = getelementptr inbounds float, ptr %170, i64 %171
-  %173 = load float, ptr %172, align 4
-  %174 = call float @llvm.fma.f32(float %168, float %169, float %173)
-  %175 = load ptr, ptr %13, align 8
-  %176 = load i64, ptr %21, align 8
-  %177 = getelementptr inbounds float, ptr %175, i64 %176
-  store float %174, ptr %177, align 4
-  br label %178
+173:
+  %174 = load ptr, ptr %18, align 8
+  %175 = load i64, ptr %21, align 8
+  %176 = getelementptr inbounds float, ptr %174, i64 %175
+  %177 = load float, ptr %176, align 4
+  %178 = load float, ptr %20, align 4
+  %179 = load ptr, ptr %13, align 8
+  %180 = load i64, ptr %21, align 8
+  %181 = getelementptr inbounds float, ptr %179, i64 %180
+  %182 = load float, ptr %181, align 4
+  %183 = call float @llvm.fma.f32(float %177, float %178, float %182)
+  %184 = load ptr, ptr %13, align 8
+  %185 = load i64, ptr %21, align 8
+  %186 = getelementptr inbounds float, ptr %184, i64 %185
+  store float %183, ptr %186, align 4
+  br label %187
 
-178:
-  %179 = load i64, ptr %21, align 8
-  %180 = add nsw i64 %179, 1
-  store i64 %180, ptr %21, align 8
-  br label %159, !llvm.loop !37
+187:
+  %188 = load i64, ptr %21, align 8
+  %189 = add nsw i64 %188, 1
+  store i64 %189, ptr %21, align 8
+  br label %168, !llvm.loop !44
 
-181:
-  %182 = load ptr, ptr %19, align 8
-  %183 = load ptr, ptr %3, align 8
-  %184 = getelementptr inbounds nuw %struct.Attention, ptr %183, i32 0, i32 8
-  %185 = load i64, ptr %184, align 8
-  %186 = getelementptr inbounds float, ptr %182, i64 %185
-  %187 = load float, ptr %186, align 4
-  %188 = load float, ptr %20, align 4
-  %189 = load float, ptr %12, align 4
-  %190 = call float @llvm.fma.f32(float %187, float %188, float %189)
-  store float %190, ptr %12, align 4
-  br label %191
+190:
+  %191 = load ptr, ptr %19, align 8
+  %192 = load ptr, ptr %3, align 8
+  %193 = getelementptr inbounds nuw %struct.Attention, ptr %192, i32 0, i32 9
+  %194 = load i64, ptr %193, align 8
+  %195 = getelementptr inbounds float, ptr %191, i64 %194
+  %196 = load float, ptr %195, align 4
+  %197 = load float, ptr %20, align 4
+  %198 = load float, ptr %12, align 4
+  %199 = call float @llvm.fma.f32(float %196, float %197, float %198)
+  store float %199, ptr %12, align 4
+  br label %200
 
-191:
-  %192 = load i64, ptr %17, align 8
-  %193 = add nsw i64 %192, 1
-  store i64 %193, ptr %17, align 8
-  br label %116, !llvm.loop !38
-
-194:
-  %195 = load float, ptr %12, align 4
-  %196 = fcmp ole float %195, 0.000000e+00
-  %197 = xor i1 %196, true
-  %198 = zext i1 %197 to i32
-  store i32 %198, ptr %22, align 4
-  store i64 0, ptr %23, align 8
-  br label %199
-
-199:
-  %200 = load i64, ptr %23, align 8
-  %201 = load i64, ptr %5, align 8
-  %202 = icmp slt i64 %200, %201
-  br i1 %202, label %204, label %203
+200:
+  %201 = load i64, ptr %17, align 8
+  %202 = add nsw i64 %201, 1
+  store i64 %202, ptr %17, align 8
+  br label %125, !llvm.loop !45
 
 203:
-  store i32 17, ptr %8, align 4
-  br label %223
+  %204 = load float, ptr %12, align 4
+  %205 = fcmp ole float %204, 0.000000e+00
+  %206 = xor i1 %205, true
+  %207 = zext i1 %206 to i32
+  store i32 %207, ptr %22, align 4
+  store i64 0, ptr %23, align 8
+  br label %208
 
-204:
-  %205 = load i32, ptr %22, align 4
-  %206 = icmp ne i32 %205, 0
-  br i1 %206, label %207, label %214
-
-207:
-  %208 = load ptr, ptr %13, align 8
+208:
   %209 = load i64, ptr %23, align 8
-  %210 = getelementptr inbounds float, ptr %208, i64 %209
-  %211 = load float, ptr %210, align 4
-  %212 = load float, ptr %12, align 4
-  %213 = fdiv float %211, %212
-  br label %215
+  %210 = load i64, ptr %5, align 8
+  %211 = icmp slt i64 %209, %210
+  br i1 %211, label %213, label %212
 
-214:
-  br label %215
+212:
+  store i32 17, ptr %8, align 4
+  br label %232
 
-215:
-  %216 = phi float [ %213, %207 ], [ 0.000000e+00, %214 ]
+213:
+  %214 = load i32, ptr %22, align 4
+  %215 = icmp ne i32 %214, 0
+  br i1 %215, label %216, label %223
+
+216:
   %217 = load ptr, ptr %13, align 8
   %218 = load i64, ptr %23, align 8
   %219 = getelementptr inbounds float, ptr %217, i64 %218
-  store float %216, ptr %219, align 4
-  br label %220
-
-220:
-  %221 = load i64, ptr %23, align 8
-  %222 = add nsw i64 %221, 1
-  store i64 %222, ptr %23, align 8
-  br label %199, !llvm.loop !39
+  %220 = load float, ptr %219, align 4
+  %221 = load float, ptr %12, align 4
+  %222 = fdiv float %220, %221
+  br label %224
 
 223:
   br label %224
 
 224:
-  %225 = load i64, ptr %7, align 8
-  %226 = add nsw i64 %225, 1
-  store i64 %226, ptr %7, align 8
-  br label %31, !llvm.loop !40
+  %225 = phi float [ %222, %216 ], [ 0.000000e+00, %223 ]
+  %226 = load ptr, ptr %13, align 8
+  %227 = load i64, ptr %23, align 8
+  %228 = getelementptr inbounds float, ptr %226, i64 %227
+  store float %225, ptr %228, align 4
+  br label %229
 
-227:
+229:
+  %230 = load i64, ptr %23, align 8
+  %231 = add nsw i64 %230, 1
+  store i64 %231, ptr %23, align 8
+  br label %208, !llvm.loop !46
+
+232:
+  br label %233
+
+233:
+  %234 = load i64, ptr %7, align 8
+  %235 = add nsw i64 %234, 1
+  store i64 %235, ptr %7, align 8
+  br label %31, !llvm.loop !47
+
+236:
   ret void
 }
 
-define internal <8 x float> @exponential(<8 x float> noundef %0) #10 {
+define internal i64 @query(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca i64, align 8
+  store ptr %0, ptr %4, align 8
+  store i64 %1, ptr %5, align 8
+  store i64 %2, ptr %6, align 8
+  %8 = load i64, ptr %5, align 8
+  %9 = load ptr, ptr %4, align 8
+  %10 = getelementptr inbounds nuw %struct.Attention, ptr %9, i32 0, i32 7
+  %11 = load i64, ptr %10, align 8
+  %12 = sdiv i64 %8, %11
+  %13 = load ptr, ptr %4, align 8
+  %14 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 9
+  %15 = load i64, ptr %14, align 8
+  %16 = load ptr, ptr %4, align 8
+  %17 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 8
+  %18 = load i64, ptr %17, align 8
+  %19 = sdiv i64 %15, %18
+  %20 = mul nsw i64 %12, %19
+  %21 = load i64, ptr %6, align 8
+  %22 = load ptr, ptr %4, align 8
+  %23 = getelementptr inbounds nuw %struct.Attention, ptr %22, i32 0, i32 8
+  %24 = load i64, ptr %23, align 8
+  %25 = sdiv i64 %21, %24
+  %26 = add nsw i64 %20, %25
+  store i64 %26, ptr %7, align 8
+  %27 = load i64, ptr %7, align 8
+  %28 = load ptr, ptr %4, align 8
+  %29 = getelementptr inbounds nuw %struct.Attention, ptr %28, i32 0, i32 7
+  %30 = load i64, ptr %29, align 8
+  %31 = mul nsw i64 %27, %30
+  %32 = load i64, ptr %5, align 8
+  %33 = load ptr, ptr %4, align 8
+  %34 = getelementptr inbounds nuw %struct.Attention, ptr %33, i32 0, i32 7
+  %35 = load i64, ptr %34, align 8
+  %36 = srem i64 %32, %35
+  %37 = add nsw i64 %31, %36
+  %38 = load ptr, ptr %4, align 8
+  %39 = getelementptr inbounds nuw %struct.Attention, ptr %38, i32 0, i32 8
+  %40 = load i64, ptr %39, align 8
+  %41 = mul nsw i64 %37, %40
+  %42 = load i64, ptr %6, align 8
+  %43 = load ptr, ptr %4, align 8
+  %44 = getelementptr inbounds nuw %struct.Attention, ptr %43, i32 0, i32 8
+  %45 = load i64, ptr %44, align 8
+  %46 = srem i64 %42, %45
+  %47 = add nsw i64 %41, %46
+  %48 = load i64, ptr @head_dim, align 8
+  %49 = mul nsw i64 %47, %48
+  ret i64 %49
+}
+
+define internal <8 x float> @exponential(<8 x float> noundef %0) #11 {
   %2 = alloca <8 x float>, align 32
   %3 = alloca <8 x float>, align 32
   %4 = alloca <8 x float>, align 32
@@ -3087,7 +3959,7 @@ define internal <8 x float> @exponential(<8 x float> noundef %0) #10 {
   ret <8 x float> %45
 }
 
-define internal <8 x float> @larger(<8 x float> noundef %0, <8 x float> noundef %1) #10 {
+define internal <8 x float> @larger(<8 x float> noundef %0, <8 x float> noundef %1) #11 {
   %3 = alloca <8 x float>, align 32
   %4 = alloca <8 x float>, align 32
   store <8 x float> %0, ptr %3, align 32
@@ -3103,7 +3975,7 @@ define internal <8 x float> @larger(<8 x float> noundef %0, <8 x float> noundef 
   ret <8 x float> %12
 }
 
-declare <8 x float> @llvm.rint.v8f32(<8 x float>) #11
+declare <8 x float> @llvm.rint.v8f32(<8 x float>) #12
 
 define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %2) #1 {
   %4 = alloca i64, align 8
@@ -3117,381 +3989,443 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %12 = alloca i64, align 8
   %13 = alloca i64, align 8
   %14 = alloca ptr, align 8
-  %15 = alloca i64, align 8
-  %16 = alloca i32, align 4
-  %17 = alloca i64, align 8
+  %15 = alloca ptr, align 8
+  %16 = alloca i64, align 8
+  %17 = alloca float, align 4
   %18 = alloca i64, align 8
-  %19 = alloca ptr, align 8
-  %20 = alloca ptr, align 8
-  %21 = alloca ptr, align 8
-  %22 = alloca ptr, align 8
+  %19 = alloca i32, align 4
+  %20 = alloca i64, align 8
+  %21 = alloca [16 x i32], align 16
+  %22 = alloca [16 x i32], align 16
   %23 = alloca ptr, align 8
-  %24 = alloca i64, align 8
-  %25 = alloca i64, align 8
+  %24 = alloca ptr, align 8
+  %25 = alloca ptr, align 8
   %26 = alloca i64, align 8
   %27 = alloca i64, align 8
   %28 = alloca i64, align 8
   %29 = alloca i64, align 8
   %30 = alloca i64, align 8
+  %31 = alloca i64, align 8
+  %32 = alloca i64, align 8
+  %33 = alloca i64, align 8
+  %34 = alloca i64, align 8
+  %35 = alloca i64, align 8
   store i64 %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
   store i32 %2, ptr %6, align 4
-  %31 = load i64, ptr %4, align 8
-  %32 = load ptr, ptr %5, align 8
-  %33 = getelementptr inbounds nuw %struct.Attention, ptr %32, i32 0, i32 6
-  %34 = load i64, ptr %33, align 8
-  %35 = srem i64 %31, %34
-  store i64 %35, ptr %7, align 8
   %36 = load i64, ptr %4, align 8
   %37 = load ptr, ptr %5, align 8
   %38 = getelementptr inbounds nuw %struct.Attention, ptr %37, i32 0, i32 6
   %39 = load i64, ptr %38, align 8
-  %40 = sdiv i64 %36, %39
-  %41 = load ptr, ptr %5, align 8
-  %42 = getelementptr inbounds nuw %struct.Attention, ptr %41, i32 0, i32 11
-  %43 = load i64, ptr %42, align 8
-  %44 = srem i64 %40, %43
-  store i64 %44, ptr %8, align 8
-  %45 = load ptr, ptr %5, align 8
-  %46 = getelementptr inbounds nuw %struct.Attention, ptr %45, i32 0, i32 12
-  %47 = load i64, ptr %46, align 8
-  %48 = sub nsw i64 %47, 1
-  %49 = load i64, ptr %4, align 8
+  %40 = srem i64 %36, %39
+  store i64 %40, ptr %7, align 8
+  %41 = load i64, ptr %4, align 8
+  %42 = load ptr, ptr %5, align 8
+  %43 = getelementptr inbounds nuw %struct.Attention, ptr %42, i32 0, i32 6
+  %44 = load i64, ptr %43, align 8
+  %45 = sdiv i64 %41, %44
+  %46 = load ptr, ptr %5, align 8
+  %47 = getelementptr inbounds nuw %struct.Attention, ptr %46, i32 0, i32 12
+  %48 = load i64, ptr %47, align 8
+  %49 = srem i64 %45, %48
+  store i64 %49, ptr %8, align 8
   %50 = load ptr, ptr %5, align 8
-  %51 = getelementptr inbounds nuw %struct.Attention, ptr %50, i32 0, i32 6
+  %51 = getelementptr inbounds nuw %struct.Attention, ptr %50, i32 0, i32 14
   %52 = load i64, ptr %51, align 8
-  %53 = sdiv i64 %49, %52
-  %54 = load ptr, ptr %5, align 8
-  %55 = getelementptr inbounds nuw %struct.Attention, ptr %54, i32 0, i32 11
-  %56 = load i64, ptr %55, align 8
-  %57 = sdiv i64 %53, %56
-  %58 = sub nsw i64 %48, %57
-  store i64 %58, ptr %9, align 8
+  %53 = sub nsw i64 %52, 1
+  %54 = load i64, ptr %4, align 8
+  %55 = load ptr, ptr %5, align 8
+  %56 = getelementptr inbounds nuw %struct.Attention, ptr %55, i32 0, i32 6
+  %57 = load i64, ptr %56, align 8
+  %58 = sdiv i64 %54, %57
   %59 = load ptr, ptr %5, align 8
-  %60 = getelementptr inbounds nuw %struct.Attention, ptr %59, i32 0, i32 11
+  %60 = getelementptr inbounds nuw %struct.Attention, ptr %59, i32 0, i32 12
   %61 = load i64, ptr %60, align 8
-  %62 = icmp sgt i64 %61, 1
-  br i1 %62, label %63, label %66
+  %62 = sdiv i64 %58, %61
+  %63 = sub nsw i64 %53, %62
+  store i64 %63, ptr %9, align 8
+  %64 = load ptr, ptr %5, align 8
+  %65 = getelementptr inbounds nuw %struct.Attention, ptr %64, i32 0, i32 12
+  %66 = load i64, ptr %65, align 8
+  %67 = icmp sgt i64 %66, 1
+  br i1 %67, label %68, label %71
 
-63:
-  %64 = load i64, ptr %8, align 8
-  %65 = mul nsw i64 %64, 256
-  br label %67
+68:
+  %69 = load i64, ptr %8, align 8
+  %70 = mul nsw i64 %69, 256
+  br label %72
 
-66:
-  br label %67
+71:
+  br label %72
 
-67:
-  %68 = phi i64 [ %65, %63 ], [ 0, %66 ]
-  store i64 %68, ptr %10, align 8
-  %69 = load ptr, ptr %5, align 8
-  %70 = getelementptr inbounds nuw %struct.Attention, ptr %69, i32 0, i32 11
-  %71 = load i64, ptr %70, align 8
-  %72 = icmp sgt i64 %71, 1
-  br i1 %72, label %73, label %76
+72:
+  %73 = phi i64 [ %70, %68 ], [ 0, %71 ]
+  store i64 %73, ptr %10, align 8
+  %74 = load ptr, ptr %5, align 8
+  %75 = getelementptr inbounds nuw %struct.Attention, ptr %74, i32 0, i32 12
+  %76 = load i64, ptr %75, align 8
+  %77 = icmp sgt i64 %76, 1
+  br i1 %77, label %78, label %81
 
-73:
-  %74 = load i64, ptr %10, align 8
-  %75 = add nsw i64 %74, 256
-  br label %80
+78:
+  %79 = load i64, ptr %10, align 8
+  %80 = add nsw i64 %79, 256
+  br label %85
 
-76:
-  %77 = load ptr, ptr %5, align 8
-  %78 = getelementptr inbounds nuw %struct.Attention, ptr %77, i32 0, i32 10
-  %79 = load i64, ptr %78, align 8
-  br label %80
-
-80:
-  %81 = phi i64 [ %75, %73 ], [ %79, %76 ]
+81:
   %82 = load ptr, ptr %5, align 8
-  %83 = getelementptr inbounds nuw %struct.Attention, ptr %82, i32 0, i32 10
+  %83 = getelementptr inbounds nuw %struct.Attention, ptr %82, i32 0, i32 11
   %84 = load i64, ptr %83, align 8
-  %85 = call i64 @least(i64 noundef %81, i64 noundef %84)
-  store i64 %85, ptr %11, align 8
-  %86 = load i64, ptr @head_dim, align 8
-  store i64 %86, ptr %12, align 8
-  %87 = load i64, ptr %9, align 8
-  %88 = add nsw i64 %87, 1
-  %89 = mul nsw i64 %88, 96
-  %90 = load ptr, ptr %5, align 8
-  %91 = getelementptr inbounds nuw %struct.Attention, ptr %90, i32 0, i32 8
-  %92 = load i64, ptr %91, align 8
-  %93 = call i64 @least(i64 noundef %89, i64 noundef %92)
-  store i64 %93, ptr %13, align 8
+  br label %85
+
+85:
+  %86 = phi i64 [ %80, %78 ], [ %84, %81 ]
+  %87 = load ptr, ptr %5, align 8
+  %88 = getelementptr inbounds nuw %struct.Attention, ptr %87, i32 0, i32 11
+  %89 = load i64, ptr %88, align 8
+  %90 = call i64 @least(i64 noundef %86, i64 noundef %89)
+  store i64 %90, ptr %11, align 8
+  %91 = load i64, ptr @head_dim, align 8
+  store i64 %91, ptr %12, align 8
+  %92 = load i64, ptr %9, align 8
+  %93 = add nsw i64 %92, 1
   %94 = load ptr, ptr %5, align 8
-  %95 = getelementptr inbounds nuw %struct.Attention, ptr %94, i32 0, i32 5
-  %96 = load ptr, ptr %95, align 8
-  %97 = load i64, ptr %8, align 8
+  %95 = getelementptr inbounds nuw %struct.Attention, ptr %94, i32 0, i32 13
+  %96 = load i64, ptr %95, align 8
+  %97 = mul nsw i64 %93, %96
   %98 = load ptr, ptr %5, align 8
-  %99 = getelementptr inbounds nuw %struct.Attention, ptr %98, i32 0, i32 6
+  %99 = getelementptr inbounds nuw %struct.Attention, ptr %98, i32 0, i32 9
   %100 = load i64, ptr %99, align 8
-  %101 = mul nsw i64 %97, %100
-  %102 = load i64, ptr %7, align 8
-  %103 = add nsw i64 %101, %102
-  %104 = load ptr, ptr %5, align 8
-  %105 = getelementptr inbounds nuw %struct.Attention, ptr %104, i32 0, i32 8
-  %106 = load i64, ptr %105, align 8
-  %107 = mul nsw i64 %103, %106
-  %108 = load i64, ptr %12, align 8
-  %109 = add nsw i64 %108, 2
-  %110 = mul nsw i64 %107, %109
-  %111 = getelementptr inbounds float, ptr %96, i64 %110
-  store ptr %111, ptr %14, align 8
-  %112 = load i64, ptr %9, align 8
-  %113 = mul nsw i64 %112, 96
-  store i64 %113, ptr %15, align 8
-  br label %114
-
-114:
-  %115 = load i64, ptr %15, align 8
-  %116 = load i64, ptr %13, align 8
-  %117 = icmp slt i64 %115, %116
-  br i1 %117, label %119, label %118
-
-118:
-  store i32 2, ptr %16, align 4
-  br label %293
-
-119:
-  %120 = load i64, ptr %13, align 8
-  %121 = load i64, ptr %15, align 8
-  %122 = sub nsw i64 %120, %121
-  %123 = call i64 @least(i64 noundef %122, i64 noundef 16)
-  store i64 %123, ptr %17, align 8
-  %124 = load i64, ptr %7, align 8
-  %125 = load ptr, ptr %5, align 8
-  %126 = getelementptr inbounds nuw %struct.Attention, ptr %125, i32 0, i32 7
-  %127 = load i64, ptr %126, align 8
-  %128 = sdiv i64 %124, %127
+  %101 = call i64 @least(i64 noundef %97, i64 noundef %100)
+  store i64 %101, ptr %13, align 8
+  %102 = load ptr, ptr %5, align 8
+  %103 = getelementptr inbounds nuw %struct.Attention, ptr %102, i32 0, i32 5
+  %104 = load ptr, ptr %103, align 8
+  %105 = load i64, ptr %8, align 8
+  %106 = load ptr, ptr %5, align 8
+  %107 = getelementptr inbounds nuw %struct.Attention, ptr %106, i32 0, i32 6
+  %108 = load i64, ptr %107, align 8
+  %109 = mul nsw i64 %105, %108
+  %110 = load i64, ptr %7, align 8
+  %111 = add nsw i64 %109, %110
+  %112 = load ptr, ptr %5, align 8
+  %113 = getelementptr inbounds nuw %struct.Attention, ptr %112, i32 0, i32 9
+  %114 = load i64, ptr %113, align 8
+  %115 = mul nsw i64 %111, %114
+  %116 = load i64, ptr %12, align 8
+  %117 = add nsw i64 %116, 2
+  %118 = mul nsw i64 %115, %117
+  %119 = getelementptr inbounds float, ptr %104, i64 %118
+  store ptr %119, ptr %14, align 8
+  %120 = load i64, ptr %12, align 8
+  %121 = mul nsw i64 16, %120
+  %122 = call ptr @llvm.stacksave.p0()
+  store ptr %122, ptr %15, align 8
+  %123 = alloca float, i64 %121, align 16
+  store i64 %121, ptr %16, align 8
+  %124 = load i64, ptr %12, align 8
+  %125 = sitofp i64 %124 to float
+  %126 = call float @sqrtf(float noundef %125) #16
+  %127 = fdiv float 1.000000e+00, %126
+  store float %127, ptr %17, align 4
+  %128 = load i64, ptr %9, align 8
   %129 = load ptr, ptr %5, align 8
-  %130 = getelementptr inbounds nuw %struct.Attention, ptr %129, i32 0, i32 8
+  %130 = getelementptr inbounds nuw %struct.Attention, ptr %129, i32 0, i32 13
   %131 = load i64, ptr %130, align 8
   %132 = mul nsw i64 %128, %131
-  %133 = load i64, ptr %15, align 8
-  %134 = add nsw i64 %132, %133
-  store i64 %134, ptr %18, align 8
-  %135 = load ptr, ptr %5, align 8
-  %136 = getelementptr inbounds nuw %struct.Attention, ptr %135, i32 0, i32 3
-  %137 = load ptr, ptr %136, align 8
-  %138 = load i64, ptr %18, align 8
-  %139 = getelementptr inbounds i32, ptr %137, i64 %138
-  store ptr %139, ptr %19, align 8
-  %140 = load ptr, ptr %5, align 8
-  %141 = getelementptr inbounds nuw %struct.Attention, ptr %140, i32 0, i32 4
-  %142 = load ptr, ptr %141, align 8
-  %143 = load i64, ptr %18, align 8
-  %144 = getelementptr inbounds i32, ptr %142, i64 %143
-  store ptr %144, ptr %20, align 8
-  %145 = load ptr, ptr %14, align 8
-  %146 = load i64, ptr %15, align 8
-  %147 = load i64, ptr %12, align 8
-  %148 = mul nsw i64 %146, %147
-  %149 = getelementptr inbounds float, ptr %145, i64 %148
-  store ptr %149, ptr %21, align 8
-  %150 = load ptr, ptr %14, align 8
-  %151 = load ptr, ptr %5, align 8
-  %152 = getelementptr inbounds nuw %struct.Attention, ptr %151, i32 0, i32 8
-  %153 = load i64, ptr %152, align 8
-  %154 = load i64, ptr %12, align 8
-  %155 = mul nsw i64 %153, %154
-  %156 = getelementptr inbounds float, ptr %150, i64 %155
-  %157 = load i64, ptr %15, align 8
-  %158 = getelementptr inbounds float, ptr %156, i64 %157
-  store ptr %158, ptr %22, align 8
-  %159 = load ptr, ptr %22, align 8
-  %160 = load ptr, ptr %5, align 8
-  %161 = getelementptr inbounds nuw %struct.Attention, ptr %160, i32 0, i32 8
-  %162 = load i64, ptr %161, align 8
-  %163 = getelementptr inbounds float, ptr %159, i64 %162
-  store ptr %163, ptr %23, align 8
-  %164 = load ptr, ptr %5, align 8
-  %165 = getelementptr inbounds nuw %struct.Attention, ptr %164, i32 0, i32 9
-  %166 = load i64, ptr %165, align 8
-  store i64 %166, ptr %24, align 8
-  store i64 -1, ptr %25, align 8
-  store i64 0, ptr %26, align 8
-  br label %167
+  store i64 %132, ptr %18, align 8
+  br label %133
 
-167:
-  %168 = load i64, ptr %26, align 8
-  %169 = load i64, ptr %17, align 8
-  %170 = icmp slt i64 %168, %169
-  br i1 %170, label %172, label %171
+133:
+  %134 = load i64, ptr %18, align 8
+  %135 = load i64, ptr %13, align 8
+  %136 = icmp slt i64 %134, %135
+  br i1 %136, label %138, label %137
 
-171:
-  store i32 5, ptr %16, align 4
-  br label %213
+137:
+  store i32 2, ptr %19, align 4
+  br label %335
 
-172:
-  %173 = load i64, ptr %24, align 8
-  %174 = load ptr, ptr %19, align 8
-  %175 = load i64, ptr %26, align 8
-  %176 = getelementptr inbounds i32, ptr %174, i64 %175
-  %177 = load i32, ptr %176, align 4
-  %178 = sext i32 %177 to i64
-  %179 = call i64 @least(i64 noundef %173, i64 noundef %178)
-  store i64 %179, ptr %24, align 8
-  %180 = load i64, ptr %25, align 8
-  %181 = load ptr, ptr %20, align 8
-  %182 = load i64, ptr %26, align 8
-  %183 = getelementptr inbounds i32, ptr %181, i64 %182
-  %184 = load i32, ptr %183, align 4
-  %185 = sext i32 %184 to i64
-  %186 = call i64 @most(i64 noundef %180, i64 noundef %185)
-  store i64 %186, ptr %25, align 8
-  %187 = load ptr, ptr %22, align 8
-  %188 = load i64, ptr %26, align 8
-  %189 = getelementptr inbounds float, ptr %187, i64 %188
-  store float 0xC6293E5940000000, ptr %189, align 4
-  %190 = load ptr, ptr %23, align 8
-  %191 = load i64, ptr %26, align 8
-  %192 = getelementptr inbounds float, ptr %190, i64 %191
-  store float 0.000000e+00, ptr %192, align 4
-  store i64 0, ptr %27, align 8
-  br label %193
+138:
+  %139 = load i64, ptr %13, align 8
+  %140 = load i64, ptr %18, align 8
+  %141 = sub nsw i64 %139, %140
+  %142 = call i64 @least(i64 noundef %141, i64 noundef 16)
+  store i64 %142, ptr %20, align 8
+  %143 = load ptr, ptr %14, align 8
+  %144 = load i64, ptr %18, align 8
+  %145 = load i64, ptr %12, align 8
+  %146 = mul nsw i64 %144, %145
+  %147 = getelementptr inbounds float, ptr %143, i64 %146
+  store ptr %147, ptr %23, align 8
+  %148 = load ptr, ptr %14, align 8
+  %149 = load ptr, ptr %5, align 8
+  %150 = getelementptr inbounds nuw %struct.Attention, ptr %149, i32 0, i32 9
+  %151 = load i64, ptr %150, align 8
+  %152 = load i64, ptr %12, align 8
+  %153 = mul nsw i64 %151, %152
+  %154 = getelementptr inbounds float, ptr %148, i64 %153
+  %155 = load i64, ptr %18, align 8
+  %156 = getelementptr inbounds float, ptr %154, i64 %155
+  store ptr %156, ptr %24, align 8
+  %157 = load ptr, ptr %24, align 8
+  %158 = load ptr, ptr %5, align 8
+  %159 = getelementptr inbounds nuw %struct.Attention, ptr %158, i32 0, i32 9
+  %160 = load i64, ptr %159, align 8
+  %161 = getelementptr inbounds float, ptr %157, i64 %160
+  store ptr %161, ptr %25, align 8
+  %162 = load ptr, ptr %5, align 8
+  %163 = getelementptr inbounds nuw %struct.Attention, ptr %162, i32 0, i32 10
+  %164 = load i64, ptr %163, align 8
+  store i64 %164, ptr %26, align 8
+  store i64 -1, ptr %27, align 8
+  store i64 0, ptr %28, align 8
+  br label %165
 
-193:
-  %194 = load i64, ptr %27, align 8
-  %195 = load i64, ptr %12, align 8
-  %196 = icmp slt i64 %194, %195
-  br i1 %196, label %198, label %197
+165:
+  %166 = load i64, ptr %28, align 8
+  %167 = load i64, ptr %20, align 8
+  %168 = icmp slt i64 %166, %167
+  br i1 %168, label %170, label %169
 
-197:
-  store i32 8, ptr %16, align 4
-  br label %209
+169:
+  store i32 5, ptr %19, align 4
+  br label %268
 
-198:
-  %199 = load ptr, ptr %21, align 8
-  %200 = load i64, ptr %26, align 8
-  %201 = load i64, ptr %12, align 8
-  %202 = mul nsw i64 %200, %201
-  %203 = load i64, ptr %27, align 8
-  %204 = add nsw i64 %202, %203
-  %205 = getelementptr inbounds float, ptr %199, i64 %204
-  store float 0.000000e+00, ptr %205, align 4
-  br label %206
+170:
+  %171 = load ptr, ptr %5, align 8
+  %172 = load i64, ptr %7, align 8
+  %173 = load i64, ptr %18, align 8
+  %174 = load i64, ptr %28, align 8
+  %175 = add nsw i64 %173, %174
+  %176 = call i64 @query(ptr noundef %171, i64 noundef %172, i64 noundef %175)
+  store i64 %176, ptr %29, align 8
+  %177 = load i64, ptr %29, align 8
+  %178 = load ptr, ptr %5, align 8
+  %179 = getelementptr inbounds nuw %struct.Attention, ptr %178, i32 0, i32 7
+  %180 = load i64, ptr %179, align 8
+  %181 = load ptr, ptr %5, align 8
+  %182 = getelementptr inbounds nuw %struct.Attention, ptr %181, i32 0, i32 8
+  %183 = load i64, ptr %182, align 8
+  %184 = mul nsw i64 %180, %183
+  %185 = load i64, ptr %12, align 8
+  %186 = mul nsw i64 %184, %185
+  %187 = sdiv i64 %177, %186
+  store i64 %187, ptr %30, align 8
+  %188 = load ptr, ptr %5, align 8
+  %189 = getelementptr inbounds nuw %struct.Attention, ptr %188, i32 0, i32 3
+  %190 = load ptr, ptr %189, align 8
+  %191 = load i64, ptr %30, align 8
+  %192 = getelementptr inbounds i32, ptr %190, i64 %191
+  %193 = load i32, ptr %192, align 4
+  %194 = load i64, ptr %28, align 8
+  %195 = getelementptr inbounds [16 x i32], ptr %21, i64 0, i64 %194
+  store i32 %193, ptr %195, align 4
+  %196 = load ptr, ptr %5, align 8
+  %197 = getelementptr inbounds nuw %struct.Attention, ptr %196, i32 0, i32 4
+  %198 = load ptr, ptr %197, align 8
+  %199 = load i64, ptr %30, align 8
+  %200 = getelementptr inbounds i32, ptr %198, i64 %199
+  %201 = load i32, ptr %200, align 4
+  %202 = load i64, ptr %28, align 8
+  %203 = getelementptr inbounds [16 x i32], ptr %22, i64 0, i64 %202
+  store i32 %201, ptr %203, align 4
+  %204 = load i64, ptr %26, align 8
+  %205 = load i64, ptr %28, align 8
+  %206 = getelementptr inbounds [16 x i32], ptr %21, i64 0, i64 %205
+  %207 = load i32, ptr %206, align 4
+  %208 = sext i32 %207 to i64
+  %209 = call i64 @least(i64 noundef %204, i64 noundef %208)
+  store i64 %209, ptr %26, align 8
+  %210 = load i64, ptr %27, align 8
+  %211 = load i64, ptr %28, align 8
+  %212 = getelementptr inbounds [16 x i32], ptr %22, i64 0, i64 %211
+  %213 = load i32, ptr %212, align 4
+  %214 = sext i32 %213 to i64
+  %215 = call i64 @most(i64 noundef %210, i64 noundef %214)
+  store i64 %215, ptr %27, align 8
+  %216 = load ptr, ptr %24, align 8
+  %217 = load i64, ptr %28, align 8
+  %218 = getelementptr inbounds float, ptr %216, i64 %217
+  store float 0xC6293E5940000000, ptr %218, align 4
+  %219 = load ptr, ptr %25, align 8
+  %220 = load i64, ptr %28, align 8
+  %221 = getelementptr inbounds float, ptr %219, i64 %220
+  store float 0.000000e+00, ptr %221, align 4
+  store i64 0, ptr %31, align 8
+  br label %222
 
-206:
-  %207 = load i64, ptr %27, align 8
-  %208 = add nsw i64 %207, 1
-  store i64 %208, ptr %27, align 8
-  br label %193, !llvm.loop !41
-
-209:
-  br label %210
-
-210:
-  %211 = load i64, ptr %26, align 8
-  %212 = add nsw i64 %211, 1
-  store i64 %212, ptr %26, align 8
-  br label %167, !llvm.loop !42
-
-213:
-  %214 = load i64, ptr %10, align 8
-  %215 = load i64, ptr %24, align 8
-  %216 = and i64 %215, -256
-  %217 = call i64 @most(i64 noundef %214, i64 noundef %216)
-  store i64 %217, ptr %28, align 8
-  br label %218
-
-218:
-  %219 = load i64, ptr %28, align 8
-  %220 = load i64, ptr %11, align 8
-  %221 = load i64, ptr %25, align 8
-  %222 = add nsw i64 %221, 1
-  %223 = call i64 @least(i64 noundef %220, i64 noundef %222)
-  %224 = icmp slt i64 %219, %223
-  br i1 %224, label %226, label %225
-
-225:
-  store i32 11, ptr %16, align 4
-  br label %289
+222:
+  %223 = load i64, ptr %31, align 8
+  %224 = load i64, ptr %12, align 8
+  %225 = icmp slt i64 %223, %224
+  br i1 %225, label %227, label %226
 
 226:
-  %227 = load i64, ptr %11, align 8
-  %228 = load i64, ptr %25, align 8
-  %229 = add nsw i64 %228, 1
-  %230 = call i64 @least(i64 noundef %227, i64 noundef %229)
-  %231 = load i64, ptr %28, align 8
-  %232 = sub nsw i64 %230, %231
-  %233 = add nsw i64 %232, 16
-  %234 = sub nsw i64 %233, 1
-  %235 = and i64 %234, -16
-  store i64 %235, ptr %29, align 8
-  %236 = load i64, ptr %7, align 8
-  %237 = load ptr, ptr %5, align 8
-  %238 = getelementptr inbounds nuw %struct.Attention, ptr %237, i32 0, i32 9
-  %239 = load i64, ptr %238, align 8
-  %240 = mul nsw i64 %236, %239
-  %241 = load i64, ptr %28, align 8
-  %242 = add nsw i64 %240, %241
-  %243 = load i64, ptr %12, align 8
-  %244 = mul nsw i64 %242, %243
-  store i64 %244, ptr %30, align 8
+  store i32 8, ptr %19, align 4
+  br label %238
+
+227:
+  %228 = load ptr, ptr %23, align 8
+  %229 = load i64, ptr %28, align 8
+  %230 = load i64, ptr %12, align 8
+  %231 = mul nsw i64 %229, %230
+  %232 = load i64, ptr %31, align 8
+  %233 = add nsw i64 %231, %232
+  %234 = getelementptr inbounds float, ptr %228, i64 %233
+  store float 0.000000e+00, ptr %234, align 4
+  br label %235
+
+235:
+  %236 = load i64, ptr %31, align 8
+  %237 = add nsw i64 %236, 1
+  store i64 %237, ptr %31, align 8
+  br label %222, !llvm.loop !48
+
+238:
+  store i64 0, ptr %32, align 8
+  br label %239
+
+239:
+  %240 = load i64, ptr %32, align 8
+  %241 = load i64, ptr %12, align 8
+  %242 = icmp slt i64 %240, %241
+  br i1 %242, label %244, label %243
+
+243:
+  store i32 11, ptr %19, align 4
+  br label %264
+
+244:
   %245 = load ptr, ptr %5, align 8
   %246 = getelementptr inbounds nuw %struct.Attention, ptr %245, i32 0, i32 0
   %247 = load ptr, ptr %246, align 8
-  %248 = load i64, ptr %7, align 8
-  %249 = load ptr, ptr %5, align 8
-  %250 = getelementptr inbounds nuw %struct.Attention, ptr %249, i32 0, i32 8
-  %251 = load i64, ptr %250, align 8
-  %252 = mul nsw i64 %248, %251
-  %253 = load i64, ptr %15, align 8
-  %254 = add nsw i64 %252, %253
-  %255 = load i64, ptr %12, align 8
-  %256 = mul nsw i64 %254, %255
-  %257 = getelementptr inbounds float, ptr %247, i64 %256
-  %258 = load ptr, ptr %5, align 8
-  %259 = getelementptr inbounds nuw %struct.Attention, ptr %258, i32 0, i32 1
-  %260 = load ptr, ptr %259, align 8
-  %261 = load i64, ptr %30, align 8
-  %262 = load i32, ptr %6, align 4
-  %263 = call ptr @element(ptr noundef %260, i64 noundef %261, i32 noundef %262)
-  %264 = load ptr, ptr %5, align 8
-  %265 = getelementptr inbounds nuw %struct.Attention, ptr %264, i32 0, i32 2
-  %266 = load ptr, ptr %265, align 8
-  %267 = load i64, ptr %30, align 8
-  %268 = load i32, ptr %6, align 4
-  %269 = call ptr @element(ptr noundef %266, i64 noundef %267, i32 noundef %268)
-  %270 = load ptr, ptr %19, align 8
-  %271 = load ptr, ptr %20, align 8
-  %272 = load ptr, ptr %21, align 8
-  %273 = load ptr, ptr %22, align 8
-  %274 = load ptr, ptr %23, align 8
-  %275 = load i64, ptr %17, align 8
-  %276 = load i64, ptr %28, align 8
-  %277 = load i64, ptr %29, align 8
-  %278 = call i64 @least(i64 noundef %277, i64 noundef 256)
-  %279 = load ptr, ptr %5, align 8
-  %280 = getelementptr inbounds nuw %struct.Attention, ptr %279, i32 0, i32 9
-  %281 = load i64, ptr %280, align 8
-  %282 = load i64, ptr %28, align 8
-  %283 = sub nsw i64 %281, %282
-  %284 = call i64 @least(i64 noundef %278, i64 noundef %283)
-  %285 = load i32, ptr %6, align 4
-  call void @attend_chunk(ptr noundef %257, ptr noundef %263, ptr noundef %269, ptr noundef %270, ptr noundef %271, ptr noundef %272, ptr noundef %273, ptr noundef %274, i64 noundef %275, i64 noundef %276, i64 noundef %284, i32 noundef %285)
-  br label %286
+  %248 = load i64, ptr %29, align 8
+  %249 = load i64, ptr %32, align 8
+  %250 = add nsw i64 %248, %249
+  %251 = getelementptr inbounds float, ptr %247, i64 %250
+  %252 = load float, ptr %251, align 4
+  %253 = load float, ptr %17, align 4
+  %254 = fmul float %252, %253
+  %255 = load i64, ptr %28, align 8
+  %256 = load i64, ptr %12, align 8
+  %257 = mul nsw i64 %255, %256
+  %258 = load i64, ptr %32, align 8
+  %259 = add nsw i64 %257, %258
+  %260 = getelementptr inbounds float, ptr %123, i64 %259
+  store float %254, ptr %260, align 4
+  br label %261
 
-286:
-  %287 = load i64, ptr %28, align 8
-  %288 = add nsw i64 %287, 256
-  store i64 %288, ptr %28, align 8
-  br label %218, !llvm.loop !43
+261:
+  %262 = load i64, ptr %32, align 8
+  %263 = add nsw i64 %262, 1
+  store i64 %263, ptr %32, align 8
+  br label %239, !llvm.loop !49
 
-289:
-  br label %290
+264:
+  br label %265
 
-290:
-  %291 = load i64, ptr %15, align 8
-  %292 = add nsw i64 %291, 16
-  store i64 %292, ptr %15, align 8
-  br label %114, !llvm.loop !44
+265:
+  %266 = load i64, ptr %28, align 8
+  %267 = add nsw i64 %266, 1
+  store i64 %267, ptr %28, align 8
+  br label %165, !llvm.loop !50
 
-293:
+268:
+  %269 = load i64, ptr %10, align 8
+  %270 = load i64, ptr %26, align 8
+  %271 = and i64 %270, -256
+  %272 = call i64 @most(i64 noundef %269, i64 noundef %271)
+  store i64 %272, ptr %33, align 8
+  br label %273
+
+273:
+  %274 = load i64, ptr %33, align 8
+  %275 = load i64, ptr %11, align 8
+  %276 = load i64, ptr %27, align 8
+  %277 = add nsw i64 %276, 1
+  %278 = call i64 @least(i64 noundef %275, i64 noundef %277)
+  %279 = icmp slt i64 %274, %278
+  br i1 %279, label %281, label %280
+
+280:
+  store i32 14, ptr %19, align 4
+  br label %331
+
+281:
+  %282 = load i64, ptr %11, align 8
+  %283 = load i64, ptr %27, align 8
+  %284 = add nsw i64 %283, 1
+  %285 = call i64 @least(i64 noundef %282, i64 noundef %284)
+  %286 = load i64, ptr %33, align 8
+  %287 = sub nsw i64 %285, %286
+  %288 = add nsw i64 %287, 16
+  %289 = sub nsw i64 %288, 1
+  %290 = and i64 %289, -16
+  store i64 %290, ptr %34, align 8
+  %291 = load i64, ptr %7, align 8
+  %292 = load ptr, ptr %5, align 8
+  %293 = getelementptr inbounds nuw %struct.Attention, ptr %292, i32 0, i32 10
+  %294 = load i64, ptr %293, align 8
+  %295 = mul nsw i64 %291, %294
+  %296 = load i64, ptr %33, align 8
+  %297 = add nsw i64 %295, %296
+  %298 = load i64, ptr %12, align 8
+  %299 = mul nsw i64 %297, %298
+  store i64 %299, ptr %35, align 8
+  %300 = load ptr, ptr %5, align 8
+  %301 = getelementptr inbounds nuw %struct.Attention, ptr %300, i32 0, i32 1
+  %302 = load ptr, ptr %301, align 8
+  %303 = load i64, ptr %35, align 8
+  %304 = load i32, ptr %6, align 4
+  %305 = call ptr @element(ptr noundef %302, i64 noundef %303, i32 noundef %304)
+  %306 = load ptr, ptr %5, align 8
+  %307 = getelementptr inbounds nuw %struct.Attention, ptr %306, i32 0, i32 2
+  %308 = load ptr, ptr %307, align 8
+  %309 = load i64, ptr %35, align 8
+  %310 = load i32, ptr %6, align 4
+  %311 = call ptr @element(ptr noundef %308, i64 noundef %309, i32 noundef %310)
+  %312 = getelementptr inbounds [16 x i32], ptr %21, i64 0, i64 0
+  %313 = getelementptr inbounds [16 x i32], ptr %22, i64 0, i64 0
+  %314 = load ptr, ptr %23, align 8
+  %315 = load ptr, ptr %24, align 8
+  %316 = load ptr, ptr %25, align 8
+  %317 = load i64, ptr %20, align 8
+  %318 = load i64, ptr %33, align 8
+  %319 = load i64, ptr %34, align 8
+  %320 = call i64 @least(i64 noundef %319, i64 noundef 256)
+  %321 = load ptr, ptr %5, align 8
+  %322 = getelementptr inbounds nuw %struct.Attention, ptr %321, i32 0, i32 10
+  %323 = load i64, ptr %322, align 8
+  %324 = load i64, ptr %33, align 8
+  %325 = sub nsw i64 %323, %324
+  %326 = call i64 @least(i64 noundef %320, i64 noundef %325)
+  %327 = load i32, ptr %6, align 4
+  call void @attend_chunk(ptr noundef %123, ptr noundef %305, ptr noundef %311, ptr noundef %312, ptr noundef %313, ptr noundef %314, ptr noundef %315, ptr noundef %316, i64 noundef %317, i64 noundef %318, i64 noundef %326, i32 noundef %327)
+  br label %328
+
+328:
+  %329 = load i64, ptr %33, align 8
+  %330 = add nsw i64 %329, 256
+  store i64 %330, ptr %33, align 8
+  br label %273, !llvm.loop !51
+
+331:
+  br label %332
+
+332:
+  %333 = load i64, ptr %18, align 8
+  %334 = add nsw i64 %333, 16
+  store i64 %334, ptr %18, align 8
+  br label %133, !llvm.loop !52
+
+335:
+  %336 = load ptr, ptr %15, align 8
+  call void @llvm.stackrestore.p0(ptr %336)
   ret void
 }
 
-define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %2, ptr noundef %3, ptr noundef %4, ptr noundef %5, ptr noundef %6, ptr noundef %7, i64 noundef %8, i64 noundef %9, i64 noundef %10, i32 noundef %11) #10 {
+define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %2, ptr noundef %3, ptr noundef %4, ptr noundef %5, ptr noundef %6, ptr noundef %7, i64 noundef %8, i64 noundef %9, i64 noundef %10, i32 noundef %11) #11 {
   %13 = alloca ptr, align 8
   %14 = alloca ptr, align 8
   %15 = alloca ptr, align 8
@@ -3625,7 +4559,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   br label %104
 
 104:
-  br label %34, !llvm.loop !45
+  br label %34, !llvm.loop !53
 
 105:
   store i64 0, ptr %27, align 8
@@ -3721,7 +4655,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %173 = load i64, ptr %32, align 8
   %174 = add nsw i64 %173, 1
   store i64 %174, ptr %32, align 8
-  br label %155, !llvm.loop !46
+  br label %155, !llvm.loop !54
 
 175:
   br label %176
@@ -3730,7 +4664,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %177 = load i64, ptr %27, align 8
   %178 = add nsw i64 %177, 1
   store i64 %178, ptr %27, align 8
-  br label %106, !llvm.loop !47
+  br label %106, !llvm.loop !55
 
 179:
   store i64 0, ptr %33, align 8
@@ -3834,13 +4768,13 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   br label %250
 
 250:
-  br label %180, !llvm.loop !48
+  br label %180, !llvm.loop !56
 
 251:
   ret void
 }
 
-define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #10 {
+define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #11 {
   %7 = alloca ptr, align 8
   %8 = alloca ptr, align 8
   %9 = alloca ptr, align 8
@@ -3922,7 +4856,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %57 = load i32, ptr %18, align 4
   %58 = add nsw i32 %57, 1
   store i32 %58, ptr %18, align 4
-  br label %46, !llvm.loop !49
+  br label %46, !llvm.loop !57
 
 59:
   store i64 0, ptr %19, align 8
@@ -3953,7 +4887,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %74 = load i64, ptr %19, align 8
   %75 = add nsw i64 %74, 8
   store i64 %75, ptr %19, align 8
-  br label %60, !llvm.loop !50
+  br label %60, !llvm.loop !58
 
 76:
   %77 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 0
@@ -3991,7 +4925,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %97 = load i32, ptr %21, align 4
   %98 = add nsw i32 %97, 8
   store i32 %98, ptr %21, align 4
-  br label %80, !llvm.loop !51
+  br label %80, !llvm.loop !59
 
 99:
   %100 = load i64, ptr %13, align 8
@@ -4063,7 +4997,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %146 = load i32, ptr %23, align 4
   %147 = add nsw i32 %146, 1
   store i32 %147, ptr %23, align 4
-  br label %107, !llvm.loop !52
+  br label %107, !llvm.loop !60
 
 148:
   br label %149
@@ -4072,7 +5006,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %150 = load i64, ptr %22, align 8
   %151 = add nsw i64 %150, 1
   store i64 %151, ptr %22, align 8
-  br label %101, !llvm.loop !53
+  br label %101, !llvm.loop !61
 
 152:
   store i32 0, ptr %25, align 4
@@ -4113,7 +5047,7 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %177 = load i32, ptr %25, align 4
   %178 = add nsw i32 %177, 1
   store i32 %178, ptr %25, align 4
-  br label %153, !llvm.loop !54
+  br label %153, !llvm.loop !62
 
 179:
   br label %180
@@ -4122,13 +5056,13 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %181 = load i64, ptr %14, align 8
   %182 = add nsw i64 %181, 4
   store i64 %182, ptr %14, align 8
-  br label %28, !llvm.loop !55
+  br label %28, !llvm.loop !63
 
 183:
   ret void
 }
 
-define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4, float noundef %5, ptr noundef %6) #10 {
+define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4, float noundef %5, ptr noundef %6) #11 {
   %8 = alloca ptr, align 8
   %9 = alloca i64, align 8
   %10 = alloca i64, align 8
@@ -4179,7 +5113,7 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %38 = load i32, ptr %16, align 4
   %39 = add nsw i32 %38, 1
   store i32 %39, ptr %16, align 4
-  br label %28, !llvm.loop !56
+  br label %28, !llvm.loop !64
 
 40:
   %41 = load float, ptr %13, align 4
@@ -4239,7 +5173,7 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %81 = load i64, ptr %19, align 8
   %82 = add nsw i64 %81, 8
   store i64 %82, ptr %19, align 8
-  br label %44, !llvm.loop !57
+  br label %44, !llvm.loop !65
 
 83:
   %84 = load <8 x float>, ptr %17, align 32
@@ -4315,7 +5249,7 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %138 = load i64, ptr %23, align 8
   %139 = add nsw i64 %138, 8
   store i64 %139, ptr %23, align 8
-  br label %86, !llvm.loop !58
+  br label %86, !llvm.loop !66
 
 140:
   %141 = load <8 x float>, ptr %18, align 32
@@ -4372,7 +5306,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %35 = load i64, ptr %13, align 8
   %36 = add nsw i64 %35, 16
   store i64 %36, ptr %13, align 8
-  br label %17, !llvm.loop !59
+  br label %17, !llvm.loop !67
 
 37:
   br label %38
@@ -4403,7 +5337,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %56 = load i64, ptr %13, align 8
   %57 = add nsw i64 %56, 8
   store i64 %57, ptr %13, align 8
-  br label %38, !llvm.loop !60
+  br label %38, !llvm.loop !68
 
 58:
   br label %59
@@ -4486,7 +5420,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %113 = load i64, ptr %16, align 8
   %114 = add nsw i64 %113, 1
   store i64 %114, ptr %16, align 8
-  br label %70, !llvm.loop !61
+  br label %70, !llvm.loop !69
 
 115:
   br label %116
@@ -4495,7 +5429,7 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %117 = load i32, ptr %14, align 4
   %118 = add nsw i32 %117, 1
   store i32 %118, ptr %14, align 4
-  br label %64, !llvm.loop !62
+  br label %64, !llvm.loop !70
 
 119:
   br label %120
@@ -4504,66 +5438,85 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %121 = load i64, ptr %13, align 8
   %122 = add nsw i64 %121, 1
   store i64 %122, ptr %13, align 8
-  br label %59, !llvm.loop !63
+  br label %59, !llvm.loop !71
 
 123:
   ret void
 }
 
-define internal float @largest(<8 x float> noundef %0) #10 {
+define internal float @largest(<8 x float> noundef %0) #11 {
   %2 = alloca <8 x float>, align 32
-  %3 = alloca float, align 4
+  %3 = alloca i32, align 4
   %4 = alloca i32, align 4
+  %5 = alloca <8 x float>, align 32
+  %6 = alloca i32, align 4
   store <8 x float> %0, ptr %2, align 32
-  %5 = load <8 x float>, ptr %2, align 32
-  %6 = extractelement <8 x float> %5, i32 0
-  store float %6, ptr %3, align 4
-  store i32 1, ptr %4, align 4
+  store i32 4, ptr %3, align 4
   br label %7
 
 7:
-  %8 = load i32, ptr %4, align 4
-  %9 = icmp slt i32 %8, 8
+  %8 = load i32, ptr %3, align 4
+  %9 = icmp sgt i32 %8, 0
   br i1 %9, label %11, label %10
 
 10:
-  br label %28
+  store i32 2, ptr %4, align 4
+  br label %37
 
 11:
   %12 = load <8 x float>, ptr %2, align 32
-  %13 = load i32, ptr %4, align 4
-  %14 = extractelement <8 x float> %12, i32 %13
-  %15 = load float, ptr %3, align 4
-  %16 = fcmp ogt float %14, %15
-  br i1 %16, label %17, label %21
+  store <8 x float> %12, ptr %5, align 32
+  store i32 0, ptr %6, align 4
+  br label %13
+
+13:
+  %14 = load i32, ptr %6, align 4
+  %15 = load i32, ptr %3, align 4
+  %16 = icmp slt i32 %14, %15
+  br i1 %16, label %18, label %17
 
 17:
-  %18 = load <8 x float>, ptr %2, align 32
-  %19 = load i32, ptr %4, align 4
-  %20 = extractelement <8 x float> %18, i32 %19
-  br label %23
+  store i32 5, ptr %4, align 4
+  br label %30
 
-21:
-  %22 = load float, ptr %3, align 4
-  br label %23
+18:
+  %19 = load <8 x float>, ptr %2, align 32
+  %20 = load i32, ptr %3, align 4
+  %21 = load i32, ptr %6, align 4
+  %22 = add nsw i32 %20, %21
+  %23 = extractelement <8 x float> %19, i32 %22
+  %24 = load i32, ptr %6, align 4
+  %25 = load <8 x float>, ptr %5, align 32
+  %26 = insertelement <8 x float> %25, float %23, i32 %24
+  store <8 x float> %26, ptr %5, align 32
+  br label %27
 
-23:
-  %24 = phi float [ %20, %17 ], [ %22, %21 ]
-  store float %24, ptr %3, align 4
-  br label %25
+27:
+  %28 = load i32, ptr %6, align 4
+  %29 = add nsw i32 %28, 1
+  store i32 %29, ptr %6, align 4
+  br label %13, !llvm.loop !72
 
-25:
-  %26 = load i32, ptr %4, align 4
-  %27 = add nsw i32 %26, 1
-  store i32 %27, ptr %4, align 4
-  br label %7, !llvm.loop !64
+30:
+  %31 = load <8 x float>, ptr %2, align 32
+  %32 = load <8 x float>, ptr %5, align 32
+  %33 = call <8 x float> @larger(<8 x float> noundef %31, <8 x float> noundef %32)
+  store <8 x float> %33, ptr %2, align 32
+  br label %34
 
-28:
-  %29 = load float, ptr %3, align 4
-  ret float %29
+34:
+  %35 = load i32, ptr %3, align 4
+  %36 = sdiv i32 %35, 2
+  store i32 %36, ptr %3, align 4
+  br label %7, !llvm.loop !73
+
+37:
+  %38 = load <8 x float>, ptr %2, align 32
+  %39 = extractelement <8 x float> %38, i32 0
+  ret float %39
 }
 
-define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #10 {
+define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #11 {
   %8 = alloca ptr, align 8
   %9 = alloca ptr, align 8
   %10 = alloca ptr, align 8
@@ -4627,7 +5580,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %51 = load i32, ptr %16, align 4
   %52 = add nsw i32 %51, 1
   store i32 %52, ptr %16, align 4
-  br label %24, !llvm.loop !65
+  br label %24, !llvm.loop !74
 
 53:
   store i64 0, ptr %17, align 8
@@ -4730,7 +5683,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %121 = load i32, ptr %22, align 4
   %122 = add nsw i32 %121, 1
   store i32 %122, ptr %22, align 4
-  br label %87, !llvm.loop !66
+  br label %87, !llvm.loop !75
 
 123:
   br label %124
@@ -4739,7 +5692,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %125 = load i32, ptr %20, align 4
   %126 = add nsw i32 %125, 1
   store i32 %126, ptr %20, align 4
-  br label %73, !llvm.loop !67
+  br label %73, !llvm.loop !76
 
 127:
   br label %128
@@ -4748,7 +5701,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %129 = load i64, ptr %17, align 8
   %130 = add nsw i64 %129, 1
   store i64 %130, ptr %17, align 8
-  br label %54, !llvm.loop !68
+  br label %54, !llvm.loop !77
 
 131:
   store i32 0, ptr %23, align 4
@@ -4792,13 +5745,13 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %159 = load i32, ptr %23, align 4
   %160 = add nsw i32 %159, 1
   store i32 %160, ptr %23, align 4
-  br label %132, !llvm.loop !69
+  br label %132, !llvm.loop !78
 
 161:
   ret void
 }
 
-define internal void @round_rows(i64 noundef %0, ptr noundef %1) #4 {
+define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %3 = alloca i64, align 8
   %4 = alloca ptr, align 8
   %5 = alloca ptr, align 8
@@ -4887,7 +5840,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #4 {
   %62 = load i32, ptr %13, align 4
   %63 = add nsw i32 %62, 1
   store i32 %63, ptr %13, align 4
-  br label %53, !llvm.loop !70
+  br label %53, !llvm.loop !79
 
 64:
   store i32 0, ptr %14, align 4
@@ -4927,7 +5880,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #4 {
   %86 = load i32, ptr %14, align 4
   %87 = add nsw i32 %86, 8
   store i32 %87, ptr %14, align 4
-  br label %65, !llvm.loop !71
+  br label %65, !llvm.loop !80
 
 88:
   %89 = load <8 x float>, ptr %11, align 32
@@ -5009,7 +5962,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #4 {
   %143 = load i32, ptr %18, align 4
   %144 = add nsw i32 %143, 8
   store i32 %144, ptr %18, align 4
-  br label %99, !llvm.loop !72
+  br label %99, !llvm.loop !81
 
 145:
   %146 = getelementptr inbounds [8 x <8 x float>], ptr %12, i64 0, i64 0
@@ -5106,7 +6059,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #4 {
   %215 = load i32, ptr %21, align 4
   %216 = add nsw i32 %215, 1
   store i32 %216, ptr %21, align 4
-  br label %159, !llvm.loop !73
+  br label %159, !llvm.loop !82
 
 217:
   br label %218
@@ -5115,13 +6068,13 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #4 {
   %219 = load i64, ptr %8, align 8
   %220 = add nsw i64 %219, 1
   store i64 %220, ptr %8, align 8
-  br label %39, !llvm.loop !74
+  br label %39, !llvm.loop !83
 
 221:
   ret void
 }
 
-declare <8 x float> @llvm.fabs.v8f32(<8 x float>) #11
+declare <8 x float> @llvm.fabs.v8f32(<8 x float>) #12
 
 define internal i32 @parts_of_tile() #1 {
   %1 = load i64, ptr @group, align 8
@@ -5251,7 +6204,7 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %67 = load i64, ptr %10, align 8
   %68 = add nsw i64 %67, 1
   store i64 %68, ptr %10, align 8
-  br label %29, !llvm.loop !75
+  br label %29, !llvm.loop !84
 
 69:
   br label %70
@@ -5260,7 +6213,7 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %71 = load i64, ptr %8, align 8
   %72 = add nsw i64 %71, 4
   store i64 %72, ptr %8, align 8
-  br label %19, !llvm.loop !76
+  br label %19, !llvm.loop !85
 
 73:
   ret void
@@ -5321,13 +6274,13 @@ define internal void @block_rows(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %35 = load i32, ptr %11, align 4
   %36 = add nsw i32 %35, 8
   store i32 %36, ptr %11, align 4
-  br label %12, !llvm.loop !77
+  br label %12, !llvm.loop !86
 
 37:
   ret void
 }
 
-define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #10 {
+define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #11 {
   %6 = alloca ptr, align 8
   %7 = alloca i64, align 8
   %8 = alloca i64, align 8
@@ -5440,7 +6393,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %84 = load i32, ptr %18, align 4
   %85 = add nsw i32 %84, 1
   store i32 %85, ptr %18, align 4
-  br label %74, !llvm.loop !78
+  br label %74, !llvm.loop !87
 
 86:
   store i64 0, ptr %19, align 8
@@ -5511,7 +6464,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %133 = load i32, ptr %22, align 4
   %134 = add nsw i32 %133, 1
   store i32 %134, ptr %22, align 4
-  br label %93, !llvm.loop !79
+  br label %93, !llvm.loop !88
 
 135:
   %136 = load ptr, ptr %16, align 8
@@ -5658,7 +6611,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %237 = load i32, ptr %26, align 4
   %238 = add nsw i32 %237, 1
   store i32 %238, ptr %26, align 4
-  br label %176, !llvm.loop !80
+  br label %176, !llvm.loop !89
 
 239:
   br label %240
@@ -5667,7 +6620,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %241 = load i32, ptr %23, align 4
   %242 = add nsw i32 %241, 1
   store i32 %242, ptr %23, align 4
-  br label %138, !llvm.loop !81
+  br label %138, !llvm.loop !90
 
 243:
   store i32 0, ptr %28, align 4
@@ -5815,7 +6768,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %352 = load i32, ptr %32, align 4
   %353 = add nsw i32 %352, 1
   store i32 %353, ptr %32, align 4
-  br label %282, !llvm.loop !82
+  br label %282, !llvm.loop !91
 
 354:
   br label %355
@@ -5824,7 +6777,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %356 = load i32, ptr %28, align 4
   %357 = add nsw i32 %356, 1
   store i32 %357, ptr %28, align 4
-  br label %244, !llvm.loop !83
+  br label %244, !llvm.loop !92
 
 358:
   br label %359
@@ -5837,7 +6790,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %363 = load ptr, ptr %16, align 8
   %364 = getelementptr inbounds i8, ptr %363, i64 %362
   store ptr %364, ptr %16, align 8
-  br label %87, !llvm.loop !84
+  br label %87, !llvm.loop !93
 
 365:
   store i32 0, ptr %35, align 4
@@ -5882,13 +6835,13 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %394 = load i32, ptr %35, align 4
   %395 = add nsw i32 %394, 1
   store i32 %395, ptr %35, align 4
-  br label %366, !llvm.loop !85
+  br label %366, !llvm.loop !94
 
 396:
   ret void
 }
 
-define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #10 {
+define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #11 {
   %6 = alloca ptr, align 8
   %7 = alloca i64, align 8
   %8 = alloca i64, align 8
@@ -5964,7 +6917,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %60 = load i32, ptr %15, align 4
   %61 = add nsw i32 %60, 1
   store i32 %61, ptr %15, align 4
-  br label %49, !llvm.loop !86
+  br label %49, !llvm.loop !95
 
 62:
   store i64 0, ptr %16, align 8
@@ -6193,7 +7146,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %218 = load i32, ptr %27, align 4
   %219 = add nsw i32 %218, 1
   store i32 %219, ptr %27, align 4
-  br label %171, !llvm.loop !87
+  br label %171, !llvm.loop !96
 
 220:
   br label %221
@@ -6202,7 +7155,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %222 = load i32, ptr %24, align 4
   %223 = add nsw i32 %222, 1
   store i32 %223, ptr %24, align 4
-  br label %137, !llvm.loop !88
+  br label %137, !llvm.loop !97
 
 224:
   br label %225
@@ -6211,7 +7164,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %226 = load i32, ptr %22, align 4
   %227 = add nsw i32 %226, 1
   store i32 %227, ptr %22, align 4
-  br label %116, !llvm.loop !89
+  br label %116, !llvm.loop !98
 
 228:
   br label %229
@@ -6220,7 +7173,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %230 = load i32, ptr %18, align 4
   %231 = add nsw i32 %230, 1
   store i32 %231, ptr %18, align 4
-  br label %71, !llvm.loop !90
+  br label %71, !llvm.loop !99
 
 232:
   br label %233
@@ -6233,7 +7186,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %237 = load ptr, ptr %13, align 8
   %238 = getelementptr inbounds i8, ptr %237, i64 %236
   store ptr %238, ptr %13, align 8
-  br label %63, !llvm.loop !91
+  br label %63, !llvm.loop !100
 
 239:
   store i32 0, ptr %29, align 4
@@ -6286,13 +7239,13 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %276 = load i32, ptr %29, align 4
   %277 = add nsw i32 %276, 1
   store i32 %277, ptr %29, align 4
-  br label %240, !llvm.loop !92
+  br label %240, !llvm.loop !101
 
 278:
   ret void
 }
 
-define internal <8 x i32> @add_dot(<8 x i32> noundef %0, <32 x i8> noundef %1, i32 noundef %2) #10 {
+define internal <8 x i32> @add_dot(<8 x i32> noundef %0, <32 x i8> noundef %1, i32 noundef %2) #11 {
   %4 = alloca <8 x i32>, align 32
   %5 = alloca <32 x i8>, align 32
   %6 = alloca i32, align 4
@@ -6335,7 +7288,7 @@ define internal <8 x i32> @add_dot(<8 x i32> noundef %0, <32 x i8> noundef %1, i
   ret <8 x i32> %30
 }
 
-define internal <8 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i64 noundef %5) #10 {
+define internal <8 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i64 noundef %5) #11 {
   %7 = alloca <8 x float>, align 32
   %8 = alloca ptr, align 8
   %9 = alloca ptr, align 8
@@ -6414,31 +7367,32 @@ define internal <8 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr no
   ret <8 x float> %63
 }
 
-declare <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8>, <32 x i8>) #13
+declare <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8>, <32 x i8>) #14
 
-declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1 immarg) #14
+declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1 immarg) #15
 
-declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>) #13
+declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>) #14
 
-declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>) #13
+declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>) #14
 
 attributes #0 = { nounwind }
 attributes #1 = { alwaysinline nounwind }
 attributes #2 = { nounwind }
-attributes #3 = { nounwind }
-attributes #4 = { noinline nounwind }
+attributes #3 = { noinline nounwind }
+attributes #4 = { nounwind }
 attributes #5 = { noinline nounwind }
 attributes #6 = { nounwind }
 attributes #7 = { nounwind }
 attributes #8 = { nounwind }
 attributes #9 = { nounwind }
-attributes #10 = { alwaysinline nounwind }
-attributes #11 = { nounwind }
+attributes #10 = { nounwind }
+attributes #11 = { alwaysinline nounwind }
 attributes #12 = { nounwind }
 attributes #13 = { nounwind }
 attributes #14 = { nounwind }
 attributes #15 = { nounwind }
 attributes #16 = { nounwind }
+attributes #17 = { nounwind }
 
 !llvm.module.flags = !{!0, !1, !2, !3, !4}
 
@@ -6458,32 +7412,32 @@ attributes #16 = { nounwind }
 !13 = distinct !{!13, !7}
 !14 = distinct !{!14, !7}
 !15 = distinct !{!15, !7}
-!16 = distinct !{!16, !7, !17}
-!17 = !{!"llvm.loop.unroll.full"}
-!18 = distinct !{!18, !7, !17}
-!19 = distinct !{!19, !7, !17}
+!16 = distinct !{!16, !7}
+!17 = distinct !{!17, !7}
+!18 = distinct !{!18, !7}
+!19 = distinct !{!19, !7}
 !20 = distinct !{!20, !7}
 !21 = distinct !{!21, !7}
-!22 = distinct !{!22, !7, !17}
-!23 = distinct !{!23, !7, !17}
-!24 = distinct !{!24, !7, !17}
-!25 = distinct !{!25, !7}
-!26 = distinct !{!26, !7}
-!27 = distinct !{!27, !7, !17}
+!22 = distinct !{!22, !7}
+!23 = distinct !{!23, !7, !24}
+!24 = !{!"llvm.loop.unroll.full"}
+!25 = distinct !{!25, !7, !24}
+!26 = distinct !{!26, !7, !24}
+!27 = distinct !{!27, !7}
 !28 = distinct !{!28, !7}
-!29 = distinct !{!29, !7}
-!30 = distinct !{!30, !7, !17}
-!31 = distinct !{!31, !7}
-!32 = distinct !{!32, !7, !17}
-!33 = distinct !{!33, !7, !17}
-!34 = distinct !{!34, !7, !17}
+!29 = distinct !{!29, !7, !24}
+!30 = distinct !{!30, !7, !24}
+!31 = distinct !{!31, !7, !24}
+!32 = distinct !{!32, !7}
+!33 = distinct !{!33, !7}
+!34 = distinct !{!34, !7, !24}
 !35 = distinct !{!35, !7}
 !36 = distinct !{!36, !7}
-!37 = distinct !{!37, !7}
+!37 = distinct !{!37, !7, !24}
 !38 = distinct !{!38, !7}
-!39 = distinct !{!39, !7}
-!40 = distinct !{!40, !7}
-!41 = distinct !{!41, !7}
+!39 = distinct !{!39, !7, !24}
+!40 = distinct !{!40, !7, !24}
+!41 = distinct !{!41, !7, !24}
 !42 = distinct !{!42, !7}
 !43 = distinct !{!43, !7}
 !44 = distinct !{!44, !7}
@@ -6491,47 +7445,56 @@ attributes #16 = { nounwind }
 !46 = distinct !{!46, !7}
 !47 = distinct !{!47, !7}
 !48 = distinct !{!48, !7}
-!49 = distinct !{!49, !7, !17}
+!49 = distinct !{!49, !7}
 !50 = distinct !{!50, !7}
-!51 = distinct !{!51, !7, !17}
+!51 = distinct !{!51, !7}
 !52 = distinct !{!52, !7}
 !53 = distinct !{!53, !7}
-!54 = distinct !{!54, !7, !17}
+!54 = distinct !{!54, !7}
 !55 = distinct !{!55, !7}
-!56 = distinct !{!56, !7, !17}
-!57 = distinct !{!57, !7}
+!56 = distinct !{!56, !7}
+!57 = distinct !{!57, !7, !24}
 !58 = distinct !{!58, !7}
-!59 = distinct !{!59, !7}
+!59 = distinct !{!59, !7, !24}
 !60 = distinct !{!60, !7}
 !61 = distinct !{!61, !7}
-!62 = distinct !{!62, !7}
+!62 = distinct !{!62, !7, !24}
 !63 = distinct !{!63, !7}
-!64 = distinct !{!64, !7, !17}
-!65 = distinct !{!65, !7, !17}
-!66 = distinct !{!66, !7, !17}
-!67 = distinct !{!67, !7, !17}
+!64 = distinct !{!64, !7, !24}
+!65 = distinct !{!65, !7}
+!66 = distinct !{!66, !7}
+!67 = distinct !{!67, !7}
 !68 = distinct !{!68, !7}
-!69 = distinct !{!69, !7, !17}
+!69 = distinct !{!69, !7}
 !70 = distinct !{!70, !7}
-!71 = distinct !{!71, !7, !17}
-!72 = distinct !{!72, !7, !17}
-!73 = distinct !{!73, !7}
-!74 = distinct !{!74, !7}
-!75 = distinct !{!75, !7}
-!76 = distinct !{!76, !7}
-!77 = distinct !{!77, !7, !17}
-!78 = distinct !{!78, !7, !17}
-!79 = distinct !{!79, !7, !17}
-!80 = distinct !{!80, !7, !17}
-!81 = distinct !{!81, !7, !17}
-!82 = distinct !{!82, !7, !17}
-!83 = distinct !{!83, !7, !17}
+!71 = distinct !{!71, !7}
+!72 = distinct !{!72, !7, !24}
+!73 = distinct !{!73, !7, !24}
+!74 = distinct !{!74, !7, !24}
+!75 = distinct !{!75, !7, !24}
+!76 = distinct !{!76, !7, !24}
+!77 = distinct !{!77, !7}
+!78 = distinct !{!78, !7, !24}
+!79 = distinct !{!79, !7}
+!80 = distinct !{!80, !7, !24}
+!81 = distinct !{!81, !7, !24}
+!82 = distinct !{!82, !7}
+!83 = distinct !{!83, !7}
 !84 = distinct !{!84, !7}
-!85 = distinct !{!85, !7, !17}
-!86 = distinct !{!86, !7, !17}
-!87 = distinct !{!87, !7, !17}
-!88 = distinct !{!88, !7, !17}
-!89 = distinct !{!89, !7}
-!90 = distinct !{!90, !7, !17}
-!91 = distinct !{!91, !7}
-!92 = distinct !{!92, !7, !17}
+!85 = distinct !{!85, !7}
+!86 = distinct !{!86, !7, !24}
+!87 = distinct !{!87, !7, !24}
+!88 = distinct !{!88, !7, !24}
+!89 = distinct !{!89, !7, !24}
+!90 = distinct !{!90, !7, !24}
+!91 = distinct !{!91, !7, !24}
+!92 = distinct !{!92, !7, !24}
+!93 = distinct !{!93, !7}
+!94 = distinct !{!94, !7, !24}
+!95 = distinct !{!95, !7, !24}
+!96 = distinct !{!96, !7, !24}
+!97 = distinct !{!97, !7, !24}
+!98 = distinct !{!98, !7}
+!99 = distinct !{!99, !7, !24}
+!100 = distinct !{!100, !7}
+!101 = distinct !{!101, !7, !24}

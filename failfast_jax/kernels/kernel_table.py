@@ -1,7 +1,8 @@
 """Every attention kernel, the platform that it is for, and the one choice between them.
 
 A kernel is a module with two functions: `refuses(case)` returns why it cannot serve an `AttentionCase`, or None;
-`attend` computes the heads' outputs. Modules are imported where they are asked: they bring LLVM or Pallas.
+`attend` computes the heads' outputs; it may have a `rotate_and_write` of its own. Modules are imported where they are
+asked: they bring LLVM or Pallas.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.axes import Queries
+from failfast_jax.kernels import plain_attention
 from failfast_jax.kernels.attention_window import COPIES, AttentionCase, LayerCache, Window
-from failfast_jax.kernels.plain_attention import rotated_heads, write_windows
 from failfast_jax.util import progress
 
 
@@ -142,8 +143,8 @@ def attend(
     chosen = serving(kernel, AttentionCase.of(heads, qkv.shape[1], cache, window))
     if chosen.fused:
         return chosen.module.attend(qkv, cache, window, interpret=kernel == SIMULATED_TPU)
-    q, k, v = rotated_heads(qkv, window.cos, window.sin)
-    cache = write_windows(cache, k, v, window.start)
+    rotate_and_write = getattr(chosen.module, "rotate_and_write", plain_attention.rotate_and_write)
+    q, cache = rotate_and_write(qkv, cache, window)
     return attend_written(q, cache, window, kernel=kernel), cache
 
 

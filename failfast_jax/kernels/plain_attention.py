@@ -62,6 +62,12 @@ def write_windows(
     return write_window(cache[0], k, start), write_window(cache[1], v, start)
 
 
+def rotate_and_write(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window) -> tuple[Queries, LayerCache]:
+    """Rotated queries of a fused projection, and both caches with its rotated keys and its values."""
+    q, k, v = rotated_heads(qkv, window.cos, window.sin)
+    return q, write_windows(cache, k, v, window.start)
+
+
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     """Sums over the tiles of the cache that hold live slots, with an online softmax in float32.
 

@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.blocks import BlockMatrix, has_one_scale, widened
+
+SHORTEST = 16
+"""Numbers of a row that `first_largest` takes to the CPU's kernel: the widest vector."""
 
 
 def product(
@@ -103,6 +106,25 @@ def rms_norm(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) ->
         return cpu_norm.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
 
     return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
+
+
+def first_largest(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+    """Index of the largest number of each row, the lowest one on ties; V where a number is NaN."""
+
+    def plain(x: Array) -> Array:
+        # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
+        best, ids = x.max(-1, keepdims=True), jnp.arange(x.shape[-1], dtype=jnp.int32)
+        return jnp.where(x == best, ids, x.shape[-1]).min(-1)
+
+    if x.shape[-1] < SHORTEST or _serving("norm", width=1, dtype=x.dtype) is None:
+        return plain(x)
+    from failfast_jax.kernels import cpu_kernels  # brings LLVM
+
+    def by_kernel(x: Array) -> Array:
+        shape = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]),), jnp.int32)
+        return cpu_kernels.call("argmax", shape)(x.reshape(-1, x.shape[-1]))[0].reshape(x.shape[:-1])
+
+    return jax.lax.platform_dependent(x, cpu=by_kernel, default=plain)
 
 
 def _serving(operation: str, **shape: Any) -> ModuleType | None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import kernel_table
+from failfast_jax.kernels import cpu_attention, kernel_table, plain_attention
 from failfast_jax.kernels.attention_window import TILE, Window
 from failfast_jax.models.kv_cache import round_up
 
@@ -199,3 +199,21 @@ def test_what_is_not_finite_spoils_only_rows_that_see_it(kernel, kind, width, dt
     # On a GPU each turn of a loop would wait for the host.
     text = run.lower(jnp.asarray(qkv, dtype), cache, window).as_text()
     assert kernel != "xla" or "while" not in text
+
+
+@pytest.mark.parametrize("dtype, head_dim", [("float32", 64), ("float32", 96), ("float32", 40), ("bfloat16", 64)])
+def test_rotation_and_writing_are_those_of_plain_jnp(lanes, dtype, head_dim):
+    """A window at the end, one that would pass it, and numbers that are not finite."""
+    qkv, cos, sin = normal(1, 2, 5, 2, 5, head_dim), *normal(2, 2, 2, 5, 1, head_dim // 2)
+    qkv[0, 1, 0, 3, 2], qkv[1, 2, 1, 4, 7] = np.inf, np.nan
+    cache = tuple(jnp.asarray(normal(seed, 2, 2, 48, head_dim), dtype) for seed in (3, 4))
+    window = Window(cos, sin, np.asarray([43, 46], np.int32), np.int32(48))
+    rotate = jax.jit(cpu_attention.rotate_and_write)
+    is_served = dtype == "float32" and head_dim % 32 == 0
+    assert ("failfast_rotate" in rotate.lower(qkv, cache, window).as_text()) == is_served
+    got, expected = (by(qkv, cache, window) for by in (rotate, jax.jit(plain_attention.rotate_and_write)))
+    for ours, plain in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+        ours, plain = (np.asarray(array, np.float32) for array in (ours, plain))
+        np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(got[1][1][:, :, :41], cache[1][:, :, :41])

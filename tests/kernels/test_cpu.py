@@ -14,7 +14,7 @@ import pytest
 
 from failfast_jax.kernels import compile_cpu_kernels, cpu_attention, cpu_kernels, cpu_norm, cpu_product
 from failfast_jax.kernels.attention_window import Window
-from failfast_jax.kernels.row_operations import product, xla_product
+from failfast_jax.kernels.row_operations import first_largest, product, xla_product
 from failfast_jax.models.layers import RMSNorm, unit_rms
 
 
@@ -110,6 +110,18 @@ def test_norms_of_any_size(lanes, size):
     np.testing.assert_array_equal(
         cpu_norm.rms_norm(x[66:], weight, 1e-5), np.asarray(cpu_norm.rms_norm(x, weight, 1e-5))[66:]
     )
+
+
+@pytest.mark.parametrize("size", [16, 31, 64, 1001])
+def test_the_first_of_the_largest(lanes, size):
+    x = np.round(numbers(size, 9, size))  # few numbers: ties
+    x[1], x[2], x[3, size // 2], x[4, -1] = -np.inf, 0, np.inf, np.nan
+    x[5, 0], x[6, ::2], x[6, 1::2] = np.nan, -0.0, 0.0
+    expected = np.where(np.isnan(x).any(axis=1), size, np.argmax(x, axis=1))
+    lowered = jax.jit(first_largest).lower(x)
+    assert "failfast_argmax" in lowered.as_text()
+    np.testing.assert_array_equal(lowered.compile()(x), expected)
+    assert first_largest(x[None, :2]).shape == (1, 2)
 
 
 def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():

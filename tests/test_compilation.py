@@ -2,22 +2,29 @@
 
 import dataclasses
 import functools
+import json
 import os
 import pwd
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN
+from checkpoint_files import GOLDEN, run_python
 from tiny_models import diffusion_config, random_model
 
 from failfast_jax import FailFast
 from failfast_jax.errors import OptionError
+from failfast_jax.kernels import cpu_kernels
+from failfast_jax.runtime import program_store
+from failfast_jax.runtime.program_store import ProgramStore
 from failfast_jax.util import hardware
-from failfast_jax.util.compilation import CompileCounts, Executables, Program, count_compiles
+from failfast_jax.util.compilation import CompileCounts, Executables, Program, count_compiles, name_of
 from failfast_jax.util.compile_cache import enable_compile_cache
 
 
@@ -180,6 +187,164 @@ def test_a_home_that_cannot_be_written_is_a_warning(home, tmp_path, cache_settin
     [record] = caplog.records
     assert record.levelname == "WARNING" and "--compile-cache" in record.getMessage()
     assert not list(tmp_path.iterdir())
+
+
+# The store of programs: a second start neither traces nor compiles.
+
+traced = []
+
+
+def step(state, x, *, factor):
+    traced.append(factor)
+    return {"sum": state["sum"] * factor + x, "count": state["count"] + 1}
+
+
+def stepping(factor: int = 2, size: int = 4) -> Program:
+    state = {"sum": np.ones(size, np.float32), "count": np.int32(0)}
+    return Program(functools.partial(step, factor=factor), (state, np.float32(1)), donate=(0,))
+
+
+@pytest.fixture
+def started(tmp_path, cache_setting, monkeypatch):
+    """Runs a program as a new process would; returns how often it was traced, and compiled."""
+    monkeypatch.setattr(program_store, "KNOWN_MODULES", (*program_store.KNOWN_MODULES, __name__))
+    enable_compile_cache(tmp_path)
+    cache_setting()
+
+    def run(program: Program, user: str | None = None) -> tuple[int, int]:
+        jax.clear_caches()
+        traced.clear()
+        with count_compiles() as counts:
+            [compilation] = Executables(store=ProgramStore(user)).start(program)
+            state = compilation(*program.args)
+        factor, size = program.function.keywords["factor"], len(program.args[0]["sum"])
+        np.testing.assert_array_equal(state["sum"], np.full(size, factor + 1))
+        assert state["count"] == 1 and compilation.shapes["sum"].shape == (size,)
+        return len(traced), counts.compiles
+
+    return run
+
+
+def files(folder, suffix: str) -> list:
+    return sorted(folder.glob(f"failfast_*.{suffix}"))
+
+
+def test_a_second_start_traces_and_compiles_nothing(started, tmp_path):
+    assert [started(stepping()) for _ in range(2)] == [(1, 1), (0, 0)]
+    assert [started(other) for other in (stepping(3), stepping(size=5))] == [(1, 1)] * 2
+    assert len(files(tmp_path, "program")) == len(files(tmp_path, "code")) == 3
+    assert not list(tmp_path.glob("jit_step*"))  # JAX's copies, which could not be stored again
+
+
+def test_what_may_change_a_program_is_part_of_its_key(started, monkeypatch):
+    started(stepping())
+    monkeypatch.setattr(program_store, "_source", lambda: "changed, but not this program")
+    assert started(stepping()) == (1, 0) and started(stepping()) == (0, 0)
+    with jax.default_matmul_precision("highest"):
+        assert started(stepping()) == (1, 1)
+    with jax.log_compiles(False):
+        assert started(stepping()) == (0, 0)
+    for changes in (
+        lambda: monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_of_the_user"),
+        lambda: monkeypatch.setattr(cpu_kernels, "processor", lambda: "another machine"),
+        lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(99)),
+        lambda: monkeypatch.setattr(program_store.flax, "__version__", "0"),
+    ):
+        changes()
+        store = ProgramStore()
+        assert not store.path(stepping()).exists()
+        lowered = jax.jit(stepping().function).lower(*stepping().args)
+        assert not store.path(stepping()).with_name(store.code(lowered)).exists()
+
+
+def test_programs_of_unknown_things_are_not_stored(started, monkeypatch):
+    array = dataclasses.make_dataclass("Holder", ["values"], frozen=True, eq=False)(np.ones(2000))
+    for odd in (array, object(), type("Other", (), {"__module__": "elsewhere"}), times):
+        monkeypatch.setattr(program_store, "KNOWN_MODULES", ("builtins", "functools", "jax", "numpy", "types"))
+        program = Program(functools.partial(identity, odd), stepping().args, donate=(0,))
+        assert ProgramStore().path(program) is None
+    assert ProgramStore().path(dataclasses.replace(stepping(), donate=())) is None
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")
+    assert ProgramStore().path(stepping()) is None
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]
+
+
+@pytest.mark.parametrize("suffix", ["program", "code"])
+@pytest.mark.parametrize("damage", [lambda content: content[:50], lambda _: b"", flipped, lambda _: b"../\xff\0\n"])
+def test_a_damaged_file_is_replaced(started, tmp_path, suffix, damage):
+    started(stepping())
+    [path] = files(tmp_path, suffix)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole.rjust(200)))
+    assert started(stepping()) == ((1, 1) if suffix == "code" else (1, 0))
+    assert path.read_bytes() == whole or suffix == "code"
+    assert started(stepping()) == (0, 0)
+
+
+def test_programs_are_read_ahead_for_the_next_command_alike(started, monkeypatch):
+    started(stepping(), "a command")
+    load = mock.Mock(wraps=program_store._load)  # noqa: SLF001
+    monkeypatch.setattr(program_store, "_load", load)
+    assert started(stepping(), "a command") == (0, 0) and load.call_count == 1
+    assert started(stepping(), "another command") == (0, 0) and load.call_count == 2
+
+
+def test_a_wrong_guess_and_a_damaged_list_cost_nothing(started, tmp_path):
+    for factor in (2, 3, 2):
+        started(stepping(factor), "a command")
+    [recent] = files(tmp_path, "recent")
+    for content in (b"", b"[1]", b'{"step": "../../x"}', b"\xff"):
+        recent.write_bytes(content)
+        assert started(stepping(), "a command") == (0, 0)
+
+
+TWO = """
+import importlib, json, sys, time
+sys.path.insert(0, sys.argv[1])
+tests = importlib.import_module("test_compilation")
+from failfast_jax.runtime import program_store
+program_store.KNOWN_MODULES += ("test_compilation",)
+tests.enable_compile_cache(sys.argv[2])
+time.sleep(max(float(sys.argv[3]) - time.time(), 0))
+with tests.count_compiles() as counts:
+    [program] = tests.Executables(store=tests.ProgramStore("a command")).start(tests.stepping())
+    print(json.dumps([program(*tests.stepping().args)["sum"].tolist(), len(tests.traced)]))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_may_start_at_once(tmp_path):
+    """Both compile; whichever writes last, the third reads a whole file."""
+    for count, expected in ((2, 1), (1, 0)):
+        at = str(time.time() + 20 * (count - 1))
+        with ThreadPoolExecutor(count) as pool:
+            runs = [pool.submit(run_python, "-c", TWO, Path(__file__).parent, str(tmp_path), at) for _ in range(count)]
+        for run in runs:
+            assert run.result().returncode == 0, run.result().stderr
+            assert json.loads(run.result().stdout) == [[3.0] * 4, expected]
+    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".program", ".code", ".recent", "")]
+
+
+@pytest.mark.long
+def test_a_second_start_of_an_engine_traces_its_empty_state_alone(tmp_path, cache_setting, monkeypatch):
+    """Its programs call kernels; the same text is written."""
+    compiling, traces, texts = Executables._compiling, [], []  # noqa: SLF001
+
+    def compiled(self, path, program):
+        traces.append(name_of(program.function))
+        return compiling(self, path, program)
+
+    monkeypatch.setattr(Executables, "_compiling", compiled)
+    for expected in (["the start", "the loop over rounds", "prefill"], ["the start"]):
+        jax.clear_caches()
+        traces.clear()
+        engine = FailFast.load(GOLDEN / "qwen2_target_160", compile_cache=tmp_path)
+        texts += [engine.generate([[5, 6, 7, 5, 6]], method="lookup", max_new_tokens=20)[0].output_ids]
+        assert traces == expected
+    assert texts[0] == texts[1]
 
 
 # Options of the compiler.

@@ -28,7 +28,7 @@ from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.util.hardware import explain_out_of_memory
+from failfast_jax.util.hardware import explain_out_of_memory, large_work
 from failfast_jax.util.progress import PATIENCE_S, progress_bar
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -213,7 +213,7 @@ class Checkpoint:
             placed = default if place is None else place(name, shape)
             wanted[name] = jax.ShapeDtypeStruct(shape, dtypes[name], sharding=placed)
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
-        with explain_out_of_memory(f"{self.path}: {size / 1e9:.2f} GB of parameters"):
+        with large_work, explain_out_of_memory(f"{self.path}: {size / 1e9:.2f} GB of parameters"):
             arrays = (
                 self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress, as_stored)
             )
@@ -265,11 +265,14 @@ def _prefetched(function: Callable[[str], Any], names: Iterable[str]) -> Iterato
             pool.shutdown(cancel_futures=True)
 
 
-def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] | None = None) -> Checkpoint:
-    """Finds a checkpoint; reads its headers and configuration (`raw`, if read before), with `load_model`'s errors."""
+def open_checkpoint(
+    path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] | None = None, file: Any = None
+) -> Checkpoint:
+    """Finds a checkpoint; reads its headers and configuration (`raw`, `file`: a GGUF file, if read before), with
+    `load_model`'s errors."""
     path = resolve_source(path_or_hub_id)
     if path.is_file():
-        return _open_file(path)
+        return _open_file(path, file)
     if path.name.endswith(orbax_folder.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
     raw, config, packing = read_settings(path, raw)
@@ -294,11 +297,11 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] 
     return Checkpoint(path, config, raw, parameter_map.HF_TABLE, tensors)
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(path: Path, file: Any) -> Checkpoint:
     if path.suffix == ".gguf":
         from failfast_jax.checkpoints import gguf_file
 
-        file = gguf_file.GGUFFile.open(path)
+        file = file or gguf_file.GGUFFile.open(path)
         raw = gguf_file.hf_config(file)
         table = gguf_file.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else gguf_file.GGUF_TABLE
         return Checkpoint(path, config_keys.read_model(raw, str(path)), raw, table, file.tensors)

@@ -131,7 +131,19 @@ class _Reader:
         return self.numbers(code)[0]
 
     def text(self) -> str:
-        return self.take(self.number("Q")).decode("utf-8")
+        return self.texts(1)[0]
+
+    def texts(self, count: int) -> list[str]:
+        """Texts, each after its length; a vocabulary and its merges are a hundred thousand."""
+        data, at, most, texts = self._data, self.position, min(len(self._data), LONGEST_HEADER), []
+        for _ in range(count):
+            size = int.from_bytes(data[at : at + 8], "little")
+            at += 8 + size
+            if at > most:
+                raise _Damaged
+            texts.append(data[at - size : at].decode("utf-8"))
+        self.position = at
+        return texts
 
     def value(self) -> Any:
         """A value of the metadata, after its type. Lists hold numbers or texts; no file has lists of lists."""
@@ -141,7 +153,7 @@ class _Reader:
         size = 1 if count is None else count
         if kind not in (_STRING, *_SCALARS) or size > LONGEST_ARRAY:
             raise _Damaged
-        entries = [self.text() for _ in range(size)] if kind == _STRING else self.numbers(_SCALARS[kind], size)
+        entries = self.texts(size) if kind == _STRING else self.numbers(_SCALARS[kind], size)
         return entries[0] if count is None else entries
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:

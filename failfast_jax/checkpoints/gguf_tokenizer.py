@@ -7,8 +7,11 @@ differ (llama.cpp never normalises Unicode, say), the latter counts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from failfast_jax.checkpoints.gguf_file import GGUFFile
@@ -16,10 +19,11 @@ from failfast_jax.errors import CheckpointError, InputError, is_failure, quoted
 from failfast_jax.util import values
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 # Values of `gguf.TokenType`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _LONGEST_TOKEN = 1024
 """Characters: all ways to cut a token in two are tried."""
 _SPACE = "\u2581"
@@ -27,6 +31,69 @@ _SPACE = "\u2581"
 
 with (Path(__file__).parents[1] / "assets" / "pre_tokenizers.toml").open("rb") as _file:
     _PRE_TOKENIZERS = {name: rule for rule in tomllib.load(_file)["rules"] for name in rule["names"]}
+
+
+class GGUFTokenizer:
+    """A tokenizer with the ids, texts and names that transformers' has for the same arguments.
+
+    Importing transformers takes a second. Whatever is not defined here is that of `whole`.
+
+    Args:
+      transformers: imports the library.
+      arguments: those of `PreTrainedTokenizerFast`.
+    """
+
+    def __init__(self, transformers: Callable[[], ModuleType], **arguments: Any):
+        self._transformers, self._arguments = transformers, arguments
+        self.chat_template, self.clean_up_tokenization_spaces = arguments["chat_template"], False
+        names = {name: token for name, token in arguments.items() if name.endswith("_token") and token is not None}
+        self.special_tokens_map = names
+        self.backend = backend = arguments["tokenizer_object"]
+        known = {token.content for token in self.added_tokens_decoder.values()}
+        backend.add_special_tokens([token for token in dict.fromkeys(names.values()) if token not in known])
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The `PreTrainedTokenizerFast`."""
+        whole = self._transformers().PreTrainedTokenizerFast(**self._arguments)
+        whole.chat_template = self.chat_template
+        return whole
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """Tokens that stand in a text as they are, by id."""
+        return self.backend.get_added_tokens_decoder()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        names = self.special_tokens_map
+        if name in names or name in SPECIAL:
+            return names.get(name)
+        if (token := name.removesuffix("_id")) in SPECIAL:
+            return self.backend.token_to_id(names[token]) if token in names else None
+        return getattr(self.whole, name)
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size()
+
+    def __call__(self, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+        if options or not isinstance(text, str):
+            return self.whole(text, add_special_tokens=add_special_tokens, **options)
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns a text's ids."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        """Returns the text of ids as the tokens spell it."""
+        ids = [ids] if isinstance(ids, int) else ids
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Returns all tokens, with their ids."""
+        return self.backend.get_vocab()
 
 
 def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:

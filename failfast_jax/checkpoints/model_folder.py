@@ -70,7 +70,16 @@ class ModelFolder:
     @functools.cached_property
     def checkpoint(self) -> Checkpoint:
         """A whole model, its headers read."""
-        return open_checkpoint(self.path, self.raw)
+        return open_checkpoint(self.path, self.raw, self.gguf)
+
+    @functools.cached_property
+    def gguf(self) -> Any:
+        """A GGUF file, its header read; None: it is a folder."""
+        if self.path.suffix != ".gguf" or not self.path.is_file():
+            return None
+        from failfast_jax.checkpoints.gguf_file import GGUFFile
+
+        return GGUFFile.open(self.path)
 
     @property
     def borrows(self) -> bool:
@@ -138,7 +147,7 @@ class ModelFolder:
         `check_attention` is asked before any weight is read.
         """
         with ThreadPoolExecutor(1) as pool:
-            tokenizer = pool.submit(load_tokenizer, self.path)
+            tokenizer = pool.submit(load_tokenizer, self.path, self.gguf)
             opened = self.checkpoint
             check_attention(attention, opened.config, as_dtype(dtype, device_of(attention).platform), self.name)
             place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=is_drafter)

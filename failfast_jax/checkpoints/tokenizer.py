@@ -39,11 +39,14 @@ SHORT = 64
 """Characters that are tokenized at once, without looking at the time."""
 
 
-def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path_or_hub_id: str | os.PathLike[str], file: Any = None) -> PreTrainedTokenizerBase | None:
     """Loads a model's tokenizer with its chat template, or None where the folder has no tokenizer.
 
     Takes what `load_model` takes. `config.json` is not consulted: `transformers` does not know every
-    `model_type` that is served here.
+    `model_type` that is served here. That of a GGUF file is a `GGUFTokenizer`.
+
+    Args:
+      file: the GGUF file, if it is open already.
 
     Raises:
       CheckpointError: no such model, or tokenizer files that cannot be read; for GGUF, a tokenizer
@@ -54,10 +57,10 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenize
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: not a folder and not a .gguf file")
         from failfast_jax.checkpoints.gguf_file import GGUFFile
-        from failfast_jax.checkpoints.gguf_tokenizer import fast_tokenizer_arguments
+        from failfast_jax.checkpoints.gguf_tokenizer import GGUFTokenizer, fast_tokenizer_arguments
 
-        arguments = fast_tokenizer_arguments(GGUFFile.open(path))
-        return _loaded(lambda: _transformers().PreTrainedTokenizerFast(**arguments), path)
+        arguments = fast_tokenizer_arguments(file or GGUFFile.open(path))
+        return _loaded(lambda: GGUFTokenizer(_transformers, **arguments), path)
     name = _class_of(path)
     if name is None:
         return None
@@ -91,7 +94,7 @@ def _loaded(load: Callable[[], PreTrainedTokenizerBase], path: Path) -> PreTrain
     with _naming(path, "be read", CheckpointError):
         tokenizer = load()
     # How long a text may be is checked by who asks.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    vars(tokenizer).get("deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     kind = type(tokenizer)
     tokenizer.__class__ = type(kind.__name__, (_Guarded, kind), {"model_path": path})
     if has_template(tokenizer):

@@ -91,9 +91,8 @@ class BlockMatrix:
         tile, lane = rows // TILE, rows % TILE
 
         def take(part: Array, places: int) -> Array:
-            # `places` bytes of each of the 16 outputs are neighbours.
-            part = part[tile].reshape(*rows.shape, -1, TILE, places)
-            part = jnp.take_along_axis(part, lane[..., None, None, None], axis=-2)
+            # `places` bytes of each of the 16 outputs are neighbours: [tiles, *, 16, places] becomes [R, *, places].
+            part = part.reshape(*part.shape[:1], -1, TILE, places)[tile, :, lane]
             return part.reshape(*rows.shape, -1)
 
         codes = take(self.codes, 4)
@@ -130,17 +129,16 @@ def tiled(blocks: BlockMatrix) -> BlockMatrix:
     """
     padding = -blocks.shape[-2] % TILE
 
-    def tile(part: np.ndarray, places: int) -> np.ndarray:
-        part = np.pad(part, [(0, 0)] * (part.ndim - 2) + [(0, padding), (0, 0)])
-        part = part.reshape(*part.shape[:-2], -1, TILE, part.shape[-1] // places, places)
-        return np.ascontiguousarray(part.swapaxes(-2, -3))  # [*L, O / 16, *, 16, places]
+    def tile(part: np.ndarray) -> np.ndarray:
+        if padding:
+            part = np.pad(part, [(0, 0)] * (part.ndim - 2) + [(0, padding), (0, 0)])
+        part = part.reshape(*part.shape[:-2], -1, TILE, part.shape[-1])
+        return np.ascontiguousarray(part.swapaxes(-1, -2))  # [*L, O / 16, *, 16]
 
-    codes = tile(np.asarray(blocks.codes).view(np.uint8), 4)
-    codes = codes.reshape(*codes.shape[:-3], -1, INPUTS * TILE * blocks.bits // 8)
-    rest = {
-        name: part if (part := getattr(blocks, name)) is None else tile(np.asarray(part), 1)[..., 0]
-        for name in ARRAYS[1:]
-    }
+    # Four bytes are moved as one number.
+    codes = tile(np.ascontiguousarray(blocks.codes).view(np.uint32)).view(np.uint8)
+    codes = codes.reshape(*codes.shape[:-2], -1, INPUTS * TILE * blocks.bits // 8)
+    rest = {name: part if (part := getattr(blocks, name)) is None else tile(np.asarray(part)) for name in ARRAYS[1:]}
     return dataclasses.replace(blocks, codes=codes, is_tiled=True, padding=padding, **rest)
 
 

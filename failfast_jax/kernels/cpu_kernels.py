@@ -52,6 +52,11 @@ def vector_lanes() -> int | None:
     return 8 if features.get("avx2") and features.get("fma") else None
 
 
+def processor() -> str:
+    """Name and instruction sets of the processor that kernels are compiled for, and the compiler's version."""
+    return "\n".join((llvm.get_host_cpu_name(), _features().flatten(), llvmlite.__version__))
+
+
 def integer_lanes() -> int | None:
     """The same for products of whole numbers: 16 with VNNI, 8 with AVX2; None elsewhere."""
     features = _features()
@@ -125,8 +130,8 @@ def _registered(kernel: str, lanes: int) -> str:
 
 def _object_code(text: str, machine: llvm.TargetMachine) -> bytes:
     """Compiles LLVM text, or reads what was compiled from it before: it lies beside JAX's compiled programs."""
-    key = "\n".join((text, llvm.get_host_cpu_name(), _features().flatten(), llvmlite.__version__))
-    folder, name = jax.config.jax_compilation_cache_dir, f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()}.o"
+    digest = hashlib.sha256(f"{text}\n{processor()}".encode()).hexdigest()
+    folder, name = jax.config.jax_compilation_cache_dir, f"{PREFIX}{digest}.o"
     path = Path(folder, name) if folder and "://" not in folder else None
     with contextlib.suppress(OSError):
         if path and path.is_file():

@@ -119,7 +119,8 @@ def with_rounded_matrices(module: Any, scheme: str, activations: str | None = No
 def chosen(matrix: Float[Array, "O I"] | BlockMatrix, rows: np.ndarray) -> Float[Array, "R I"] | BlockMatrix:
     """Some rows of a matrix, in the same form."""
     if isinstance(matrix, BlockMatrix):
-        return laid_out(matrix.chosen(rows), matrix.activations)
+        host = matrix.with_arrays(np.asarray) if matrix.is_tiled else matrix
+        return laid_out(host.chosen(rows), matrix.activations)
     return _take(whole(matrix), rows)
 
 

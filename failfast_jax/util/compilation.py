@@ -19,7 +19,7 @@ from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax.util import numerics, progress
-from failfast_jax.util.hardware import compiler_options
+from failfast_jax.util.hardware import compiler_options, release_memory
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -40,15 +40,18 @@ class CompileCounts:
 
 
 @contextlib.contextmanager
-def count_compiles() -> Iterator[CompileCounts]:
-    """Inside, counts JAX's compile events in all threads; the counts that it yields grow with each."""
+def count_compiles(thread: int | None = None) -> Iterator[CompileCounts]:
+    """Inside, counts JAX's compile events in a thread (None: in all); the counts that it yields grow with each."""
     counts = CompileCounts()
 
+    def is_counted() -> bool:
+        return thread in (None, threading.get_ident())
+
     def on_duration(event: str, duration: float, **_: Any) -> None:
-        counts.requests += event == _BACKEND_COMPILE
+        counts.requests += event == _BACKEND_COMPILE and is_counted()
 
     def on_event(event: str, **_: Any) -> None:
-        counts.cache_hits += event == _CACHE_HIT
+        counts.cache_hits += event == _CACHE_HIT and is_counted()
 
     monitoring.register_event_duration_secs_listener(on_duration)
     monitoring.register_event_listener(on_event)
@@ -140,7 +143,7 @@ class Compilation:
     name: str
     _store: Executables = dataclasses.field(repr=False)
 
-    def wait(self) -> jax.stages.Compiled:
+    def wait(self) -> Callable[..., Any]:
         """Waits for the compiled program and returns it."""
         start = time.perf_counter()
         # Waiting starts a thread, which would cost each call of a compiled program a tenth of a millisecond.
@@ -200,24 +203,34 @@ class Executables:
         self._programs[key] = known
         return known
 
-    def _stored(self, path: Path | None, program: Program) -> Compilation | None:
-        if path is None or (stored := self._store.read(path, program)) is None:
+    def _stored(self, path: Path | None, program: Program, code: str | None = None) -> Compilation | None:
+        if path is None or (stored := self._store.read(path, program, code)) is None:
             return None
         executable, shapes = stored
+        # It counts as a hit of JAX's cache.
+        monitoring.record_event_duration_secs(_BACKEND_COMPILE, 0.0)
+        monitoring.record_event(_CACHE_HIT)
         future: Future = Future()
         future.set_result(executable)
         return Compilation(future, shapes, name_of(program.function), self)
 
     def _compiling(self, path: Path | None, program: Program) -> Compilation:
-        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
+        # With all arguments, a program's text names its code: unused ones would be dropped from the text.
+        options = {"donate_argnums": program.donate, "keep_unused": path is not None}
+        lowered = jax.jit(program.function, **options).lower(*program.args)
+        code = None if path is None else self._store.code(lowered)
+        if known := self._stored(path, program, code):
+            return known
         shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
 
         def compile_and_store() -> jax.stages.Compiled:
-            with count_compiles() as counts:
+            since = time.time()
+            with count_compiles(threading.get_ident()) as counts:
                 executable = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
             # XLA does not write whole what it has read from JAX's cache itself.
             if path is not None and not counts.cache_hits:
-                self._store.write(path, executable)
+                self._store.write(path, program, code, executable, since)
+            release_memory()
             return executable
 
         return Compilation(self._pool.submit(compile_and_store), shapes, name_of(program.function), self)

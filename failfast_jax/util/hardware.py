@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -61,6 +62,16 @@ def free_memory() -> int:
         if line is not None:
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+large_work = threading.Lock()
+"""Held while a stored program or a model's weights are read: a program takes hundreds of MB more for a moment."""
+
+
+def release_memory() -> None:
+    """Gives memory that was freed back to the system: of XLA's work on a large program, glibc keeps hundreds of MB."""
+    with contextlib.suppress(AttributeError, OSError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def bytes_on_a_device(tree: Any) -> int:

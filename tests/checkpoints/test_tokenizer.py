@@ -24,6 +24,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from convert import __main__ as convert
+from failfast_jax.checkpoints.gguf_tokenizer import SPECIAL, GGUFTokenizer
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
 from failfast_jax.errors import ConfigError
 
@@ -78,6 +79,24 @@ def test_smollm2():
         assert smollm2.decode([id], skip_special_tokens=True) == ""
     assert len(smollm2) == 49_152
     assert (smollm2.eos_token_id, smollm2.bos_token_id, smollm2.pad_token_id) == (2, 1, 2)
+    assert smollm2.unk_token == "<|endoftext|>" and "whole" not in vars(smollm2)  # transformers is not imported yet
+    same_as_transformers(smollm2)
+
+
+def same_as_transformers(tokenizer: GGUFTokenizer) -> None:
+    """Compares a tokenizer of a GGUF file with transformers' of the same parts."""
+    whole = tokenizer.whole
+    names = [*SPECIAL, *(f"{name}_id" for name in SPECIAL), "special_tokens_map", "chat_template"]
+    for name in (*names, "added_tokens_decoder", "get_vocab", "__len__"):
+        ours, theirs = getattr(tokenizer, name), getattr(whole, name)
+        assert (ours() if callable(ours) else ours) == (theirs() if callable(theirs) else theirs), name
+    for text in TEXTS:
+        for special in (True, False):
+            ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+            assert ids == whole(text, add_special_tokens=special)["input_ids"]
+            assert tokenizer.decode(ids, skip_special_tokens=special) == whole.decode(ids, skip_special_tokens=special)
+    assert tokenizer(list(TEXTS))["input_ids"] == [tokenizer.encode(text) for text in TEXTS]
+    assert tokenizer.convert_ids_to_tokens([5]) == whole.convert_ids_to_tokens([5])
 
 
 @pytest.mark.parametrize(
@@ -240,6 +259,7 @@ def test_sentencepiece_survives_conversion(tmp_path):
     path = write_sentencepiece(tmp_path / "model.gguf", added=("<tool>",))
     assert convert.main([str(path), str(tmp_path / "out")]) == 0
     tokenizer, again = load_tokenizer(path), load_tokenizer(tmp_path / "out")
+    same_as_transformers(tokenizer)
     assert again.get_vocab() == tokenizer.get_vocab()
     for text in [*CORPUS, "[INST]a<tool> b</s>"]:
         ids = tokenizer.encode(text)
@@ -328,6 +348,7 @@ def write_byte_level(path: Path, pre: str, reference: tokenizers.Tokenizer) -> P
 def test_byte_level(name, tmp_path):
     reference = trained_byte_level(name)
     tokenizer = load_tokenizer(write_byte_level(tmp_path / "model.gguf", name, reference))
+    same_as_transformers(tokenizer)
     begin = [0] if name == "llama-bpe" else []
     normal = normalizers.NFC().normalize_str if reference.normalizer is not None else str
 

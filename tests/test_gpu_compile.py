@@ -47,8 +47,9 @@ def test_attention_becomes_machine_code_for_hopper():
     assert "serialized" not in output  # what ptxas says of wgmma that it could not leave asynchronous
 
 
-def test_quantised_weights_are_read_as_integers():
-    compiled("loop", "failfast+int8")
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantised_weights_are_read_as_integers(scheme):
+    compiled("loop", f"failfast+{scheme}")
 
 
 @pytest.mark.parametrize("method", ["vanilla", "failfast", "dspark", "eagle3"])

@@ -36,8 +36,9 @@ METHODS = (
 @pytest.mark.parametrize(
     "topology, methods",
     [
-        pytest.param("v5e:1x1", ("kernels", "auto", "failfast+int8"), id="v5e-few"),
-        pytest.param("v6e:1x1", ("kernels", "dspark-failfast"), id="v6e-few"),
+        pytest.param("v5e:1x1", ("kernels", "products", "auto", "failfast+int8", "failfast+int4"), id="v5e-few"),
+        pytest.param("v6e:1x1", ("kernels", "products", "dspark-failfast", "failfast+int4"), id="v6e-few"),
+        pytest.param("tpu7x:1x1x1", ("products", "failfast+int8", "failfast+int4"), id="tpu7x-blocks"),
         pytest.param("v5e:1x1", METHODS, id="v5e-all", marks=pytest.mark.long(rare=True)),
         pytest.param("v6e:1x1", METHODS, id="v6e-all", marks=pytest.mark.long(rare=True)),
     ],

@@ -14,18 +14,25 @@ import sys
 if __name__ == "__main__":
     import tpu_scripts.aot_report  # noqa: F401  its settings are for libtpu
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf import GGMLQuantizationType as Quant
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax import decoding
+from failfast_jax.checkpoints.gguf_blocks import READERS as GGUF_READERS
+from failfast_jax.checkpoints.gguf_blocks import read_blocks
 from failfast_jax.decoding import diffusion_decoding, draft_states
 from failfast_jax.drafters import build_drafter
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.kernels import tpu_attention
+from failfast_jax.kernels import blocks, tpu_attention
 from failfast_jax.kernels.attention_window import Window
+from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.kernels.kernel_table import attend
+from failfast_jax.kernels.row_operations import xla_product
+from failfast_jax.models import quantization
 from failfast_jax.models.block_network import DSparkConfig
 from failfast_jax.models.eagle_network import EagleConfig
 from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
@@ -71,6 +78,10 @@ def check_kernels(device) -> None:
         sizes = (map(int, dims.split(",")) for dims in re.findall(r"= (?:pred|s8|s32)\[([\d,]+)\]", text))
         assert all(math.prod(dims) < width * 4096 for dims in sizes), f"a mask of {width} rows"
         assert "tpu_custom_call" in text, f"prefill of {width} rows"
+
+
+CODES = (jnp.int8, jnp.int4, jnp.uint4)
+OUTPUTS = 3072
 
 
 def widened(text: str, shapes: set[tuple[int, ...]]) -> list[str]:
@@ -212,7 +223,7 @@ def compiled_loop(device, method: str):
 def check(device, method: str) -> None:
     """The loop of `method` is one program that leaves host and caches alone, with the kernels of the device's platform.
 
-    `method` may end in `+int8`: target and drafter are quantised, and no weight is written as floats.
+    `method` may end in `+int8` or `+int4`: target and drafter are quantised, and no weight is written as floats.
     """
     compiled, models, shapes = compiled_loop(device, method)
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -225,9 +236,32 @@ def check(device, method: str) -> None:
     assert [line for line in hlo.copies_of(text, cache) if "S(1)" not in line] == []
     # Every buffer of the state is updated in place.
     assert memory.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    integers = [leaf.shape for leaf in jax.tree.leaves(models) if leaf.dtype == jnp.int8]
-    assert len(integers) == (2 * (2 * 4 + 1) if method.endswith("+int8") else 0)
+    integers = [leaf.shape for leaf in jax.tree.leaves(models) if leaf.dtype in CODES]
+    assert len(integers) == (2 * (2 * 4 + 2) if "+" in method else 0)
     assert widened(text, {*integers}) == []
+
+
+def check_products(device) -> None:
+    """Matrices of every form are widened inside a product: neither an array of their size nor a copy is written."""
+
+    def of_quant(quant: Quant) -> BlockMatrix:
+        size, size_bytes = gguf.GGML_QUANT_SIZES[quant]
+        return read_blocks(np.zeros((OUTPUTS, 2048 // size, size_bytes), np.uint8), quant)
+
+    place = SingleDeviceSharding(device)
+    weight = jax.ShapeDtypeStruct((OUTPUTS, 2048), jnp.bfloat16, sharding=place)
+    matrices = {scheme: quantization.rounded(weight, scheme) for scheme in quantization.SCHEMES}
+    for quant in GGUF_READERS:
+        shapes = jax.eval_shape(blocks.transposed, of_quant(quant))
+        matrices[quant.name] = jax.tree.map(lambda leaf: leaf.update(sharding=place), shapes)
+    for name, matrix in matrices.items():
+        for width in (1, 8, 16):
+            x = jax.ShapeDtypeStruct((width, 2048), jnp.bfloat16, sharding=place)
+            lowered = jax.jit(xla_product).lower(x, matrix)
+            compiled = lowered.compile(compiler_options=compiler_options(device))
+            assert widened(compiled.as_text(), {matrix.codes.shape}) == [], (name, width)
+            # Scales of two levels are multiplied once, and widths of 1 padded.
+            assert compiled.memory_analysis().temp_size_in_bytes < OUTPUTS * 2048 / 2, (name, width)
 
 
 def main(topology_name: str, *methods: str) -> None:
@@ -237,6 +271,8 @@ def main(topology_name: str, *methods: str) -> None:
     for method in methods:
         if method == "kernels":
             check_kernels(device)
+        elif method == "products":
+            check_products(device)
         else:
             check(device, method)
         print(f"{method}: compiles for {device.device_kind}", flush=True)

@@ -441,7 +441,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="cut both models to this many layers: a quick look")
     parser.add_argument("--no-costs", dest="costs", action="store_false", help="compile the loop only")
     parser.add_argument(
-        "--quantize", choices=quantization.SCHEMES, help="quantize the matrices of both models to 8 bits"
+        "--quantize", choices=quantization.SCHEMES, help="quantize the matrices of both models to 8 or 4 bits"
     )
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     parser.add_argument(

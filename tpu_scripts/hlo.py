@@ -11,7 +11,19 @@ import math
 import re
 from collections.abc import Callable
 
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "s32": 4, "u32": 4, "f32": 4}
+ITEM_BYTES = {
+    "u4": 0.5,
+    "s4": 0.5,
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
 KERNELS = ("attend_and_write", "window_attention")
 """Pallas calls of this package, as they are named in the text: they read a part of their operands."""
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -71,7 +83,7 @@ def hbm_bytes_of(kind: str) -> int:
     """Returns the bytes of the arrays of a type that lie in HBM: those without another memory space."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", kind)
     in_hbm = ((dtype, dims) for dtype, dims, layout in arrays if dtype in ITEM_BYTES and "S(" not in layout)
-    return sum(ITEM_BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in in_hbm)
+    return int(sum(ITEM_BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in in_hbm))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,9 @@ from failfast_jax.checkpoints.config_file import read_settings
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.packed_matrices import packed_matrices
 from failfast_jax.checkpoints.parameter_map import AbstractModule, ParameterPart, StoredTensor, TensorTable
-from failfast_jax.errors import CheckpointError
+from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.kernels import row_operations
-from failfast_jax.kernels.blocks import BlockMatrix
+from failfast_jax.kernels.blocks import BlockMatrix, divisible
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -235,7 +235,7 @@ class Checkpoint:
         def assemble(name: str) -> sharding.Blocks | BlockMatrix:
             array = wanted[name]
             if as_stored and plan.has_blocks(name):
-                return plan.assemble_blocks(name, array.shape)
+                return _divisible(name, plan.assemble_blocks(name, array.shape), array)
             blocks = sharding.blocks_here(array.sharding, array.shape)
             return {block: plan.assemble(name, array.shape, array.dtype, block) for block in blocks}
 
@@ -249,6 +249,18 @@ class Checkpoint:
                     # Waiting keeps host copies from piling up before a slow link to the device.
                     yield name, jax.block_until_ready(sharding.from_blocks(blocks, place, wanted[name].shape))
                 bar.update(math.prod(wanted[name].shape) * wanted[name].dtype.itemsize)
+
+
+def _divisible(name: str, matrix: BlockMatrix, array: jax.ShapeDtypeStruct) -> BlockMatrix:
+    """A matrix in blocks that can be spread as `array` is; OptionError: its blocks cannot be divided so."""
+    inputs = array.sharding.shard_shape(array.shape)[-1]
+    if inputs == array.shape[-1]:
+        return matrix
+    try:
+        return divisible(matrix, inputs)
+    except ValueError as error:
+        devices = array.shape[-1] // inputs
+        raise OptionError(f"--tensor-parallel {devices}: {name}: {error}; choose fewer devices") from error
 
 
 def _prefetched(function: Callable[[str], Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 TILE, INPUTS = 16, 32
 """Outputs and inputs of a tile; equal TILE and INPUTS in `cpu_kernels.c`."""
+GROUP = 128
+"""Inputs with one scale that accelerators multiply at least cost."""
 ACTIVATIONS = ("int8", "float32")
 """What rows are in a product of tiles: rounded to int8, or as they are."""
 ARRAYS = ("codes", "scale", "minimum", "outer_scale", "outer_minimum")
@@ -28,7 +30,7 @@ ARRAYS = ("codes", "scale", "minimum", "outer_scale", "outer_minimum")
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=list(ARRAYS),
-    meta_fields=["bits", "is_tiled", "padding", "activations"],
+    meta_fields=["bits", "is_tiled", "padding", "activations", "output_axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class BlockMatrix:
@@ -44,21 +46,26 @@ class BlockMatrix:
       is_tiled: each array is in tiles for the CPU's kernel instead; see `tiled`.
       padding: outputs of the last tile that are none.
       activations: one of `ACTIVATIONS`, for products of tiles.
+      output_axes: axes of outputs that are one, the last, in a matrix for XLA; 0: any other; see `transposed`.
     """
 
-    codes: Shaped[Array, "*L O C"]
-    scale: Shaped[Array, "*L P G"]
-    minimum: Shaped[Array, "*L P G"] | None = None
-    outer_scale: Float[Array, "*L Q H"] | None = None
-    outer_minimum: Float[Array, "*L Q H"] | None = None
+    codes: Shaped[Array, "*C"]
+    scale: Shaped[Array, "*G"]
+    minimum: Shaped[Array, "*G"] | None = None
+    outer_scale: Float[Array, "*H"] | None = None
+    outer_minimum: Float[Array, "*H"] | None = None
     bits: int = 8
     is_tiled: bool = False
     padding: int = 0
     activations: str = "float32"
+    output_axes: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the numbers."""
+        if self.output_axes:
+            groups, group, outputs = self.codes.shape
+            return (outputs, groups * group)
         if self.is_tiled:
             *leading, tiles, groups, _ = self.codes.shape
             return (*leading, tiles * TILE - self.padding, groups * INPUTS)
@@ -72,7 +79,7 @@ class BlockMatrix:
     @property
     def group(self) -> int:
         """Inputs with one scale."""
-        return self.shape[-1] // self.scale.shape[-2 if self.is_tiled else -1]
+        return self.shape[-1] // self.scale.shape[-2 if self.is_tiled or self.output_axes else -1]
 
     def with_arrays(self, change: Callable[[Array], Array], **fields: Any) -> BlockMatrix:
         """The matrix with every array changed, and other `fields`."""
@@ -82,12 +89,16 @@ class BlockMatrix:
         """Rows of a matrix without leading axes, in float32."""
         if rows is Ellipsis:
             return self
-        return widened(self.chosen(rows))
+        if not self.output_axes:
+            return widened(self.chosen(rows))
+        # A TPU gathers along the last axis by way of a copy of the whole array.
+        chosen = jax.lax.platform_dependent(self, rows.reshape(-1), tpu=in_turn, default=BlockMatrix.chosen)
+        return widened(chosen).reshape(*rows.shape, -1)
 
     def chosen(self, rows: Int[Array, "*R"]) -> BlockMatrix:
-        """The same rows in blocks, not in tiles."""
+        """The same rows in blocks, not in tiles; of a transposed matrix, transposed."""
         if not self.is_tiled:
-            return self.with_arrays(lambda part: part[rows])
+            return self.with_arrays(lambda part: part[..., rows] if self.output_axes else part[rows])
         tile, lane = rows // TILE, rows % TILE
 
         def take(part: Array, places: int) -> Array:
@@ -158,8 +169,51 @@ def untiled(blocks: BlockMatrix) -> BlockMatrix:
     return dataclasses.replace(blocks, codes=codes, is_tiled=False, padding=0, **rest)
 
 
+def transposed(blocks: BlockMatrix, *, in_pairs: bool = True) -> BlockMatrix:
+    """The matrix as XLA multiplies by it on accelerators, traceable: its outputs are one axis, the last.
+
+    Codes become `[I / group, group, O]`: int8, or of 4 bits uint4 with a minimum and int4 without; all others
+    `[groups, O]`. In a product with the first two axes XLA for TPUs widens codes in registers. From any other form that
+    was tried it writes a widened copy first.
+
+    Args:
+      in_pairs: false to hold codes of 4 bits in int8.
+    """
+    blocks, group = untiled(blocks), blocks.group
+
+    def turned(part: Array) -> Array:
+        return part.reshape(-1, part.shape[-1]).T
+
+    codes = turned(_codes(blocks, jnp)).reshape(-1, group, math.prod(blocks.shape[:-1]))
+    if blocks.bits == 4 and in_pairs:
+        codes = codes.astype(jnp.int4 if blocks.minimum is None else jnp.uint4)
+    rest = {name: part if (part := getattr(blocks, name)) is None else turned(part) for name in ARRAYS[1:]}
+    return dataclasses.replace(blocks, codes=codes, output_axes=blocks.ndim - 1, **rest)
+
+
+def in_turn(blocks: BlockMatrix, rows: Int[Array, " R"]) -> BlockMatrix:
+    """`BlockMatrix.chosen` of a transposed matrix, one row after the other."""
+
+    def sliced(part: Array) -> Array:
+        columns = jax.lax.map(lambda row: jax.lax.dynamic_index_in_dim(part, row, part.ndim - 1, keepdims=False), rows)
+        return jnp.moveaxis(columns, 0, -1)
+
+    return blocks.with_arrays(sliced)
+
+
+def transposed_numbers(blocks: BlockMatrix) -> Float[Array, "G N O"]:
+    """The numbers of a transposed matrix, computed in float32."""
+    scale = _levels(blocks.scale, blocks.outer_scale, jnp, axis=0)
+    minimum = _levels(blocks.minimum, blocks.outer_minimum, jnp, axis=0)
+    grouped = blocks.codes.astype(jnp.float32) * scale[:, None]
+    return grouped if minimum is None else grouped + minimum[:, None]
+
+
 def widened(blocks: BlockMatrix, dtype: DTypeLike = jnp.float32) -> Float[Array, "*L O I"]:
-    """The numbers that a matrix in blocks stands for, computed in float32; by numpy, where its arrays are numpy's."""
+    """The numbers that a matrix in blocks stands for, in float32; by numpy, if its arrays are. Transposed: `[O, I]`."""
+    if blocks.output_axes:
+        grouped = transposed_numbers(blocks)
+        return grouped.reshape(-1, grouped.shape[-1]).T.astype(dtype)
     blocks = untiled(blocks)
     xp = np if isinstance(blocks.codes, np.ndarray) else jnp
     codes = _codes(blocks, xp)
@@ -183,11 +237,11 @@ def _arrays(blocks: BlockMatrix) -> dict[str, Array | None]:
     return {name: getattr(blocks, name) for name in ARRAYS}
 
 
-def _levels(inner: Array | None, outer: Array | None, xp: Any) -> Array | None:
-    """Scales `[..., groups]` in float32, from one level or two, of numpy or jax.numpy."""
+def _levels(inner: Array | None, outer: Array | None, xp: Any, axis: int = -1) -> Array | None:
+    """Scales in float32, from one level or two, of numpy or jax.numpy; `axis`: that of groups."""
     if inner is None or outer is None:
         return inner if inner is None else inner.astype(np.float32)
-    repeated = xp.repeat(outer.astype(np.float32), inner.shape[-1] // outer.shape[-1], axis=-1)
+    repeated = xp.repeat(outer.astype(np.float32), inner.shape[axis] // outer.shape[axis], axis=axis)
     return repeated * inner.astype(np.float32)
 
 
@@ -253,8 +307,10 @@ def rounded(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> B
         scale = (xp.abs(grouped).max(axis=-1) / 127).astype(np.float16 if group == INPUTS else np.float32)
         codes = xp.clip(xp.round(_quotient(grouped, scale)), -127, 127).astype(np.int8)
         return BlockMatrix(codes.reshape(weight.shape), scale)
-    minimum = grouped.min(axis=-1).astype(np.float16)
-    scale = ((grouped.max(axis=-1) - minimum.astype(np.float32)) / 15).astype(np.float16)
+    # A TPU has no float16. Codes are those of the rounded scale and minimum.
+    dtype = np.float16 if group == INPUTS else jnp.bfloat16
+    minimum = grouped.min(axis=-1).astype(dtype)
+    scale = ((grouped.max(axis=-1) - minimum.astype(np.float32)) / 15).astype(dtype)
     codes = xp.clip(xp.round(_quotient(grouped - minimum.astype(np.float32)[..., None], scale)), 0, 15)
     codes = codes.astype(np.uint8).reshape(*outputs, -1, INPUTS)
     codes = codes[..., : INPUTS // 2] | codes[..., INPUTS // 2 :] << 4
@@ -266,6 +322,19 @@ def _quotient(grouped: Array, scale: Array) -> Array:
     return xp.where(scale == 0, np.float32(0), grouped / xp.where(scale == 0, np.float32(1), scale))
 
 
-def num_bytes(blocks: BlockMatrix) -> int:
-    """Bytes of all arrays."""
-    return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(blocks))
+def divisible(blocks: BlockMatrix, inputs: int) -> BlockMatrix:
+    """The matrix, of numpy's arrays, with outer scales so fine that parts of so many inputs have theirs.
+
+    Raises:
+      ValueError: a group of inputs would be divided.
+    """
+    if inputs % max(blocks.group, INPUTS) and blocks.scale.shape[-1] > 1:
+        raise ValueError(f"groups of {max(blocks.group, INPUTS)} inputs cannot be divided into parts of {inputs}")
+
+    def finer(part: np.ndarray | None) -> np.ndarray | None:
+        if part is None:
+            return None
+        size = blocks.shape[-1] // part.shape[-1]
+        return np.repeat(part, size // math.gcd(size, inputs, GROUP), axis=-1)
+
+    return dataclasses.replace(blocks, outer_scale=finer(blocks.outer_scale), outer_minimum=finer(blocks.outer_minimum))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.blocks import BlockMatrix, has_one_scale, widened
+from failfast_jax.kernels.blocks import BlockMatrix, has_one_scale, transposed_numbers, widened
 
 SHORTEST = 16
 """Numbers of a row that `first_largest` takes to the CPU's kernel: the widest vector."""
@@ -64,6 +64,9 @@ def xla_product(
     Blocks become numbers inside the product (but on CPU): what is read from memory are codes. As for narrower floats,
     see `kept_dtype`.
     """
+    if isinstance(weight, BlockMatrix) and weight.output_axes:
+        y = _transposed_product(x.reshape(-1, *weight.codes.shape[:2]), weight)
+        return y.reshape(*x.shape[:-1], -1).astype(preferred or x.dtype)
     scale = None
     if isinstance(weight, BlockMatrix):
         if has_one_scale(weight):  # which multiplies sums: what the product reads are integers, exact in any dtype
@@ -74,6 +77,13 @@ def xla_product(
     sums = preferred if scale is None else jnp.float32
     y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=sums)
     return (y if scale is None else y * scale).astype(preferred or x.dtype)
+
+
+def _transposed_product(rows: Float[Array, "R G N"], matrix: BlockMatrix) -> Float[Array, "R O"]:
+    """Rows by a transposed matrix, in float32: the numbers are made inside the product, from codes in registers."""
+    contracted = (((1, 2), (0, 1)), ((), ()))
+    weight = transposed_numbers(matrix).astype(rows.dtype)
+    return jax.lax.dot_general(rows, weight, contracted, preferred_element_type=jnp.float32)
 
 
 def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:

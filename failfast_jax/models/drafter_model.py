@@ -105,7 +105,8 @@ class FeatureModel:
 
         large = {name: getattr(self, name) for name in ("embed", "head") if hasattr(self, name)}
         network, ids = jax.tree.map(lambda x: put(x, NamedSharding(mesh, P())), (network, self.draft_ids))
-        return self.replace(network=network, draft_ids=ids, **jax.tree.map(spread_rows, large))
+        model = self.replace(network=network, draft_ids=ids, **jax.tree.map(spread_rows, large))
+        return quantization.with_matrices_for_xla(model)
 
     def quantized(self, scheme: str = "int8", activations: str | None = None) -> FeatureModel:
         """With all its matrices quantised, except those that are its target's.

@@ -127,7 +127,10 @@ class Attention(nnx.Module):
 
     def keys_and_values(self, x: Float[Array, "*R E"]) -> tuple[Float[Array, "*R K H"], Float[Array, "*R K H"]]:
         """Keys (normed, not rotated) and values alone, for positions that are looked at and do not look."""
-        config = self.config
+        config, weight = self.config, self.qkv.weight[...]
+        if isinstance(weight, BlockMatrix) and weight.output_axes:  # whose outputs are one axis
+            heads = self.heads(x)
+            return heads[..., -2, :], heads[..., -1, :]
         queries = config.num_heads // config.num_kv_heads * config.head_dim
         heads = self.qkv(x, outputs=slice(queries, None)).reshape(*x.shape[:-1], -1, 2, config.head_dim)
         k, v = heads[..., 0, :], heads[..., 1, :]
@@ -169,7 +172,7 @@ def _padded_group(config: ModelConfig, copies: int) -> int:
 def _padded_queries(weight: Float[Array, "E O"], config: ModelConfig, copies: int) -> Float[Array, "E P"]:
     """The output projection with columns of zeros for heads that only fill up a group."""
     group = config.num_heads // config.num_kv_heads
-    weight = weight.reshape(weight.shape[0], config.num_kv_heads, group, config.head_dim)
+    weight = weight.reshape(weight.shape[0], config.num_kv_heads, group, -1)  # a head's numbers, or their scales
     more = _padded_group(config, copies) - group
     return jnp.pad(weight, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(weight.shape[0], -1)
 

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks
-from failfast_jax.kernels.blocks import INPUTS, BlockMatrix
+from failfast_jax.kernels.blocks import GROUP, INPUTS, BlockMatrix
 from failfast_jax.models.layers import Linear
-from failfast_jax.models.sharding import part_place, whole
+from failfast_jax.models.sharding import part_place, transposed_specs, whole
+from failfast_jax.util.hardware import array_bytes
 
-GROUP = 128
 SCHEMES = {"int8": 8, "int4": 4}
 """Bits by scheme: symmetric 8 bits; 4 bits with a minimum beside the scale. On a CPU with the kernel each 32 inputs
-have a scale; elsewhere, where XLA multiplies, 8 bits have one for an output, and 4 bits one for `GROUP` inputs."""
+have a scale; elsewhere, where XLA multiplies, 8 bits have one for an output, and 4 bits one for 128 inputs, or as many
+as divide those of a device."""
 
 
 AS_STORED = "none"
@@ -78,11 +81,34 @@ def rounded(weight: Any, scheme: str, activations: str | None = None) -> Any:
     bits, inputs, abstract = SCHEMES[scheme], weight.shape[-1], isinstance(weight, jax.ShapeDtypeStruct)
     if not abstract and len(weight.devices()) == 1 and _has_kernel(inputs):
         return laid_out(blocks.rounded(np.asarray(weight), bits), activations)  # nothing is compiled
-    group = inputs if bits == 8 else GROUP if inputs % GROUP == 0 else INPUTS
-    if inputs % group:
+    local = inputs if weight.sharding is None else weight.sharding.shard_shape(weight.shape)[-1]
+    group = inputs if bits == 8 else math.gcd(local, GROUP)
+    if bits == 4 and group % INPUTS:
         return weight
     rounds, placed = rounder(weight, bits, group)
-    return placed if abstract else jax.block_until_ready(rounds(weight))
+    return for_xla(placed if abstract else jax.block_until_ready(rounds(weight)))
+
+
+def for_xla(matrix: Any) -> Any:
+    """A matrix as XLA multiplies by it (`blocks.transposed`), each device's part where it lies.
+
+    Args:
+      matrix: in blocks, of arrays or abstract ones; anything else stays as it is, and so do blocks that XLA multiplies
+        by as they are.
+    """
+    if not isinstance(matrix, BlockMatrix) or matrix.is_tiled or matrix.output_axes or blocks.has_one_scale(matrix):
+        return matrix
+    abstract = isinstance(matrix.codes, jax.ShapeDtypeStruct)
+    # Compiled for a CPU, JAX 0.10's programs refuse their own arrays of 4 bits.
+    in_pairs = abstract or jax.default_backend() != "cpu"
+    change, place = functools.partial(blocks.transposed, in_pairs=in_pairs), matrix.codes.sharding
+    shapes = jax.eval_shape(change, matrix)
+    if isinstance(place, NamedSharding):
+        specs, after = jax.tree.map(lambda part: part.sharding.spec, matrix), transposed_specs(place.spec, shapes)
+        change = jax.shard_map(change, mesh=place.mesh, in_specs=(specs,), out_specs=after, check_vma=False)
+        places = jax.tree.map(functools.partial(NamedSharding, place.mesh), after)
+        shapes = jax.tree.map(lambda part, place: part.update(sharding=place), shapes, places)
+    return shapes if abstract else jax.block_until_ready(jax.jit(change)(matrix))
 
 
 def rounder(weight: Any, bits: int, group: int) -> tuple[Callable[[jax.Array], BlockMatrix], BlockMatrix]:
@@ -116,6 +142,11 @@ def with_rounded_matrices(module: Any, scheme: str, activations: str | None = No
     return jax.tree.map(change, module, is_leaf=lambda node: isinstance(node, Linear))
 
 
+def with_matrices_for_xla(model: Any) -> Any:
+    """A model with each of its matrices in blocks as `for_xla`."""
+    return jax.tree.map(for_xla, model, is_leaf=lambda node: isinstance(node, BlockMatrix))
+
+
 def chosen(matrix: Float[Array, "O I"] | BlockMatrix, rows: np.ndarray) -> Float[Array, "R I"] | BlockMatrix:
     """Some rows of a matrix, in the same form."""
     if isinstance(matrix, BlockMatrix):
@@ -128,19 +159,19 @@ _take = jax.jit(lambda matrix, rows: matrix[rows])
 
 
 def laid_out(matrix: BlockMatrix, activations: str | None = None) -> BlockMatrix:
-    """A matrix as one CPU computes with it: in tiles, where its kernel takes them.
+    """A matrix as one device computes with it: in tiles, where the CPU's kernel takes them, or else as XLA does.
 
     Args:
       activations: one of `cpu_blocks.ACTIVATIONS`; None: int8 where the kernel serves it.
     """
-    if matrix.is_tiled:
+    if matrix.is_tiled or matrix.output_axes:
         return matrix
     if not _has_kernel(matrix.shape[-1]):
-        return matrix.with_arrays(jax.device_put)
+        return for_xla(matrix.with_arrays(jax.device_put))
     host = matrix.with_arrays(np.asarray, activations=activations or "int8")
     return blocks.tiled(host).with_arrays(jax.device_put)
 
 
 def parameter_bytes(model: Any) -> int:
     """Bytes of all parameters, however many devices hold them."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+    return sum(map(array_bytes, jax.tree.leaves(model)))

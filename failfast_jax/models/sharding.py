@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
+from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.kernels.kernel_table import KERNELS, SIMULATED_TPU, TPU_KERNELS, device_of, kernel_of
 from failfast_jax.models.model_config import ModelConfig
 
@@ -129,12 +130,24 @@ def parameter_specs(module: Any, execution: Execution) -> Any:
     if execution.mesh is None:
         return None
 
-    def spec(path: Sequence[Any], leaf: Any) -> P:
+    def is_transposed(node: Any) -> bool:
+        return isinstance(node, BlockMatrix) and node.output_axes > 0
+
+    def spec(path: Sequence[Any], leaf: Any) -> Any:
         axes = parameter_spec(name_of(path), execution)
+        if is_transposed(leaf):
+            return transposed_specs(axes, leaf)
         # The one scale of an output whose inputs are spread is on every device.
         return P(*(axis if size > 1 else None for axis, size in zip(axes, leaf.shape)))
 
-    return jax.tree_util.tree_map_with_path(spec, module)
+    return jax.tree_util.tree_map_with_path(spec, module, is_leaf=is_transposed)
+
+
+def transposed_specs(axes: P, matrix: BlockMatrix) -> BlockMatrix:
+    """The sharding of each array of a transposed matrix; `axes`: that of its numbers `[*L, O, I]`."""
+    inputs = axes[matrix.output_axes] if len(axes) > matrix.output_axes else None
+    outputs = next((axis for axis in axes[: matrix.output_axes] if axis), None)
+    return jax.tree.map(lambda part: P(inputs, *[None] * (part.ndim - 2), outputs), matrix)
 
 
 def part_place(place: Sharding, shape: tuple[int, ...]) -> Sharding:

@@ -146,8 +146,9 @@ class Decoder(nnx.Module):
             rows = embed[jnp.where(inside, local, 0)].astype(self.dtype)
             return total(jnp.where(inside[..., None], rows, 0), axis)
 
-        rows = P(self.execution.batch)
-        return self.execution.per_device(look_up, (P(axis), rows), rows)(self.embed[...], tokens)
+        rows, embed = P(self.execution.batch), self.embed[...]
+        spec = parameter_specs({"embed": embed}, self.execution)["embed"]
+        return self.execution.per_device(look_up, (spec, rows), rows)(embed, tokens)
 
     def window(
         self,
@@ -255,7 +256,10 @@ class Decoder(nnx.Module):
         model = self.with_execution(execution)
         specs = parameter_specs(model, execution)
         place = functools.partial(NamedSharding, execution.mesh)
-        return jax.tree_util.tree_map_with_path(lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs)
+        spread = jax.tree_util.tree_map_with_path(
+            lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs
+        )
+        return quantization.with_matrices_for_xla(spread)
 
     def quantized(self, scheme: str = "int8", activations: str | None = None) -> Decoder:
         """Returns the model with its matrices in blocks; those that are so already stay as they are.
@@ -362,7 +366,12 @@ _mean = jax.jit(lambda embed: jnp.mean(embed.astype(jnp.float32), axis=0))
 def _with_row(weight: Float[Array, "V E"] | BlockMatrix, row: Float[Array, " E"]) -> Float[Array, "V1 E"] | BlockMatrix:
     """A matrix and one more row; in blocks it is one of zeros."""
     if isinstance(weight, BlockMatrix):
-        longer = untiled(weight).with_arrays(lambda part: jnp.concatenate([part, jnp.zeros_like(part[:1])]))
+        axis = -1 if weight.output_axes else 0
+
+        def with_zeros(part: Array) -> Array:
+            return jnp.concatenate([part, jnp.zeros_like(jax.lax.slice_in_dim(part, 0, 1, axis=axis))], axis=axis)
+
+        longer = untiled(weight).with_arrays(with_zeros)
         return quantization.laid_out(longer, weight.activations) if weight.is_tiled else longer
     return _concatenated(whole(weight), whole(row))
 

@@ -178,4 +178,4 @@ def random_arrays(tree: Any, seed: int) -> Any:
 
 def nbytes(tree: Any) -> int:
     """Returns the bytes of a pytree of arrays or shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(map(hardware.array_bytes, jax.tree.leaves(tree)))

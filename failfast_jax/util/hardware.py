@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import functools
 import logging
-import math
 import os
 import platform
 import re
@@ -79,7 +78,12 @@ def bytes_on_a_device(tree: Any) -> int:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
     places = [getattr(leaf, "sharding", None) for leaf in leaves]
     shapes = [leaf.shape if place is None else place.shard_shape(leaf.shape) for leaf, place in zip(leaves, places)]
-    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves))
+    return sum(array_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype)) for shape, leaf in zip(shapes, leaves))
+
+
+def array_bytes(array: Any) -> int:
+    """Returns the bytes of an array or a shape; numbers of 4 bits are stored in pairs."""
+    return -(-array.size * jax.dtypes.itemsize_bits(array.dtype) // 8)
 
 
 @contextlib.contextmanager

@@ -136,6 +136,31 @@ def test_tiles_hold_the_same_numbers(bits, group, has_minimum, outer):
     np.testing.assert_array_equal(blocks.widened(tiles.outputs(slice(3, 20))), weight[3:20])
 
 
+@pytest.mark.parametrize(("bits", "group", "has_minimum", "outer"), FORMS)
+def test_transposed_blocks_hold_the_same_numbers_and_make_the_same_products(bits, group, has_minimum, outer):
+    matrix = random_blocks(bits, group, has_minimum, outer)
+    weight, turned = np.asarray(blocks.widened(matrix)), jax.jit(blocks.transposed)(matrix)
+    assert turned.shape == matrix.shape and turned.group == group
+    assert turned.codes.dtype == ("int8" if bits == 8 else "uint4" if has_minimum else "int4")
+    np.testing.assert_array_equal(blocks.widened(turned), weight)
+    ids = jnp.array([[0, 17], [71, 3]])
+    for lookup in (turned.__getitem__, lambda ids: blocks.widened(blocks.in_turn(turned, ids.reshape(-1)))):
+        np.testing.assert_array_equal(np.reshape(lookup(ids), (2, 2, -1)), weight[ids])
+    for rows in (1, 8, 17):
+        x = numbers(rows)
+        bound = 1e-6 * (abs(x) @ abs(weight).T) + 1e-9
+        np.testing.assert_array_less(abs(product(x, turned) - x @ weight.T.astype(np.float64)), bound)
+
+
+def test_outer_scales_become_so_fine_that_a_device_has_its_own():
+    matrix = random_blocks(4, 32, True, 256)
+    parted = blocks.divisible(matrix, 384)  # one and a half outer scales
+    np.testing.assert_array_equal(blocks.widened(parted), blocks.widened(matrix))
+    assert parted.outer_scale.shape == (OUTPUTS, INPUTS // 128)
+    with pytest.raises(ValueError, match="groups of 32 inputs cannot be divided into parts of 48"):
+        blocks.divisible(matrix, 48)
+
+
 @pytest.mark.parametrize("quant", gguf_blocks.READERS, ids=lambda quant: quant.name)
 def test_blocks_of_gguf_are_the_numbers_of_its_package(quant):
     size, size_bytes = gguf.GGML_QUANT_SIZES[quant]

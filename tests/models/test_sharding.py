@@ -6,6 +6,8 @@ The comparison is a script, in a process of its own: the number of devices is fi
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -13,10 +15,11 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN, run_python
+from checkpoint_files import GOLDEN, gguf_tokenizer, run_python, write_gguf
+from gguf import GGMLQuantizationType as Quant
 from tiny_models import diffusion_config, random_dspark, random_eagle, random_extended, random_model, tiny_config
 
-from failfast_jax import FailFast
+from failfast_jax import FailFast, load_model
 from failfast_jax.decoding import picking
 from failfast_jax.decoding.decode_state import Sampling
 from failfast_jax.errors import OptionError
@@ -97,6 +100,34 @@ def check_files() -> None:
     assert 2 * weight.addressable_shards[0].data.shape[0] == weight.shape[0]
 
 
+def check_blocks_of_a_file(folder: Path) -> None:
+    """A GGUF file is read onto a mesh in blocks: each device has its part, and computes what the numbers would."""
+    kind = Quant.Q4_1
+
+    def kind_of(_, value: np.ndarray) -> Quant:
+        return kind if value.ndim == 2 and value.shape[1] % 32 == 0 else Quant.F32
+
+    path = write_gguf(folder / "model.gguf", "qwen2_untied", quantise=kind_of, extra=gguf_tokenizer)
+    spread, one = FailFast(path, tensor_parallel=2), FailFast(load_model(path, widen=True))
+    assert answers(spread, "lookup", 1) == answers(one, "vanilla", 1)
+    layer = spread.target.layers[0]
+    for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down, spread.target.head):
+        matrix = linear.weight[...]
+        assert matrix.bits == 4 and matrix.output_axes
+        assert {leaf.addressable_shards[0].data.size / leaf.size for leaf in jax.tree.leaves(matrix)} == {1 / 2}
+
+
+def check_int4(target: Decoder) -> None:
+    """Groups of inputs are those of a device, and rounding exchanges nothing."""
+    engine = FailFast(target, tensor_parallel=2, quantize="int4")
+    weight = FailFast(target, tensor_parallel=2).target.layers[0].mlp.down.weight[...]
+    matrix = engine.target.layers[0].mlp.down.weight[...]
+    assert matrix.group == weight.shape[-1] // 2
+    expected = blocks.widened(blocks.rounded(sharding.whole(weight), 4, matrix.group))
+    np.testing.assert_array_equal(sharding.whole(blocks.widened(matrix)), expected)
+    assert collectives(quantization.rounder(weight, 4, matrix.group)[0].lower(weight).compile()) == {}
+
+
 def check_int8(target: Decoder, drafter: Decoder) -> None:
     """Weights are rounded where they lie; scales of outputs that each device has whole are on every device."""
     small = FailFast(target, drafter, tensor_parallel=8, quantize="int8", quantize_drafter="int8")
@@ -132,6 +163,9 @@ def main() -> None:
     check_sampling(sharding.make_mesh(2, 3))  # groups with a row each
     check_files()
     check_int8(target, drafter)
+    check_int4(target)
+    with tempfile.TemporaryDirectory() as folder:
+        check_blocks_of_a_file(Path(folder))
     check_readers_of_features(target, expected[1][0])
     for options, prompts, message in (
         ({"tensor_parallel": 16}, 1, r"--tensor-parallel 16 \(x 1 data-parallel\): there are 8 cpu devices; .* 8$"),

@@ -72,6 +72,6 @@ def found_models(
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
     tokenizer = options.tokenizer
     if isinstance(target, os.PathLike):
-        target, tokenizer = ModelFolder(target).load(options.dtype, activations=options.activations)
+        target, tokenizer = ModelFolder(target).load(options.dtype)
     options = options.changed(tokenizer=tokenizer, drafter_tokenizer=tokenizer)
     return target, as_untrained_drafter(target), options

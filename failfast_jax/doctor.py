@@ -126,6 +126,26 @@ def models() -> Iterator[Finding]:
         yield Finding("default drafter", OK, drafter.name)
 
 
+def memory() -> Iterator[Finding]:
+    """The default pair's memory and arithmetic, once it is loaded; nothing where its target is missing."""
+    from failfast_jax.checkpoints.hub import default_target_path
+    from failfast_jax.default_pair import embedded_drafter
+    from failfast_jax.engine import FailFast
+    from failfast_jax.models.quantization import summary, without_kernel
+
+    try:
+        stored = default_target_path().stat().st_size
+    except CheckpointError:  # `models` reports it
+        return
+    pair = FailFast.load(method="auto")
+    reason = without_kernel(pair.target)
+    text = summary(pair.target, stored) + (f"; XLA multiplies: {reason}" if reason else "")
+    yield Finding("target in memory", NOTE if reason else OK, text)
+    if folder := embedded_drafter():
+        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        yield Finding("drafter in memory", OK, summary(pair.drafter, stored, pair.target))
+
+
 def kernels() -> Iterator[Finding]:
     """Compares this machine's attention kernel with plain attention in float32."""
     from failfast_jax.models.attention_check import check_attention, is_right
@@ -168,7 +188,7 @@ def decoding() -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...]
-CHECKS = versions, devices, caches, models, kernels, decoding
+CHECKS = versions, devices, caches, models, memory, kernels, decoding
 
 
 def findings() -> Iterator[Finding]:

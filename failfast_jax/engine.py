@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -25,6 +26,7 @@ from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.load_options import LoadOptions
+from failfast_jax.models import quantization
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.cost_book import RoundCounts
@@ -142,6 +144,11 @@ class FailFast:
     def drafter(self, model: Any) -> None:
         self.runtime.drafter_model = model
 
+    @functools.cached_property
+    def arithmetic(self) -> str:
+        """The target's, as `quantization.arithmetic` names it."""
+        return quantization.arithmetic(self.target)
+
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Encodes a prompt: a string (one user turn, if the tokenizer has a chat template and `template`), messages
         (`[{"role": "user", "content": "text"}]`), or ids.
@@ -206,7 +213,8 @@ class FailFast:
         with count_compiles() as counts:
             session = self.session(encoded, config)
             self._explain(session, config)
-            with explain_out_of_memory(f"{len(encoded)} x {session.capacity} tokens", lambda: self._memory(session)):
+            needs = functools.partial(self._memory, session), functools.partial(self._layouts, session)
+            with explain_out_of_memory(f"{len(encoded)} x {session.capacity} tokens", *needs):
                 state, prefill_s = self._prefill(session, encoded, config)
                 compile_s, costs = self.runtime.programs.seconds - compiled_before, None
                 if isinstance(session, DraftSession) and session.drafter.shape.uses_costs:
@@ -241,6 +249,7 @@ class FailFast:
                 text=None,  # see `SequenceEvents`
                 finish_reason=FINISH_REASONS[progress.finish[row]],
                 method=config.method,
+                arithmetic=self.arithmetic,
                 stats=Stats.of(log, tokens_per_s=len(ids) / sum(slices), **measured),
                 rounds=log.rounds,
             )
@@ -329,12 +338,20 @@ class FailFast:
         kernel = model.execution.resolved(model.dtype, model.config.head_dim)
         plan = getattr(session, "plan", None)
         widths = "" if plan is None else f", verifies of {', '.join(map(str, plan.widths))} rows"
-        logger.info("%s in %s, attention %s; --method %s", self.target_name, model.dtype, kernel, config.method)
+        logger.info("%s: %s; attention %s; --method %s", self.target_name, self.arithmetic, kernel, config.method)
         logger.info("capacity of %d x %d tokens%s", session.batch, session.capacity, widths)
 
     def _memory(self, session: Session) -> dict[str, int]:
         trees = {self.target_name: self.target, self.drafter_name: self.drafter, "caches": session.shapes}
         return {name: bytes_on_a_device(tree) for name, tree in trees.items() if tree is not None}
+
+    def _layouts(self, session: Session) -> dict[str, int]:
+        """The sum of `_memory` under each flag by which a model takes less."""
+        needed, layouts = sum(self._memory(session).values()), {}
+        for flag, model in (("--quantize", self.target), ("--quantize-drafter", self.drafter)):
+            saved = {} if model is None else quantization.savings(model)
+            layouts |= {f"{flag} {scheme}": needed - number for scheme, number in saved.items()}
+        return layouts
 
     def _check_finite(self, prompts: list[list[int]], progress: Progress) -> None:
         for row, (prompt, ids, finish) in enumerate(zip(prompts, progress.ids, progress.finish)):

@@ -31,7 +31,7 @@ class LoadOptions(CommandOptions):
     )
     max_seq_len: int | None = option(None, "maximum prompt + output length in tokens (the models' context)")
     attention: str | None = option(None, "kernel of cached attention (default: by platform)")
-    quantize: str | None = option(None, "round the target's matrices to 8 or 4 bits, where its file has more")
+    quantize: str | None = option(None, "round to 8 or 4 bits the matrices that the target's file holds as floats")
     quantize_drafter: str | None = option(None, "matrices of the drafter: in 8 or 4 bits, or none: as stored")
     activations: str | None = option(
         None,

@@ -115,5 +115,6 @@ def load(args: argparse.Namespace) -> FailFast:
     quantized = (("target", options.quantize, engine.target), ("drafter", options.quantize_drafter, engine.drafter))
     for name, scheme, model in quantized:
         if scheme in quantization.SCHEMES:
-            progress.note(f"{name}: {scheme}, {quantization.parameter_bytes(model) / 1e6:.0f} MB of parameters")
+            size = quantization.parameter_bytes(model)
+            progress.note(f"{name}: {quantization.arithmetic(model)}, {size / 1e6:.0f} MB of parameters")
     return engine

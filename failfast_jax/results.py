@@ -148,6 +148,7 @@ class Result:
       method: a key of `drafters.METHODS`, or `dllm`.
       stats: counts and times.
       rounds: the rounds, in order.
+      arithmetic: forms of the target's matrices and of what they are multiplied by, see `quantization.arithmetic`.
     """
 
     prompt_ids: list[int]
@@ -157,6 +158,7 @@ class Result:
     method: str
     stats: Stats
     rounds: list[Round]
+    arithmetic: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form: what `--json` prints."""

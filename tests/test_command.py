@@ -182,8 +182,9 @@ def test_the_extras_that_are_named_exist(platform, plugins):
 
 @pytest.fixture
 def quick_checks(monkeypatch):
-    """Without the check that compiles a model; `.ci/run` runs it."""
-    monkeypatch.setattr(doctor, "CHECKS", tuple(check for check in doctor.CHECKS if check is not doctor.decoding))
+    """Without the checks that load or compile a model; `.ci/run` runs them."""
+    quick = tuple(check for check in doctor.CHECKS if check not in (doctor.memory, doctor.decoding))
+    monkeypatch.setattr(doctor, "CHECKS", quick)
 
 
 def test_this_installation(quick_checks, capsys):
@@ -193,6 +194,16 @@ def test_this_installation(quick_checks, capsys):
     assert all(finding["state"] == doctor.OK for finding in results.values() if finding["name"] != "Hub cache")
     kernel = "cpu" if cpu_kernels.vector_lanes() else "reference"
     assert f"kernel {kernel!r} in float32" in results["attention"]["text"]
+
+
+@pytest.mark.long
+def test_the_default_pair_in_memory(monkeypatch):
+    target, drafter = doctor.memory()
+    kernel = "int8" if cpu_kernels.integer_lanes() else "float32"
+    assert target.text.startswith(f"98 MB as stored, 97 MB as run; 4 and 8-bit blocks, {kernel} activations")
+    assert drafter.text.startswith("23 MB as stored, ") and f" blocks, {kernel} activations" in drafter.text
+    monkeypatch.setattr(hub, "default_target_path", mock.Mock(side_effect=CheckpointError("not installed")))
+    assert list(doctor.memory()) == []
 
 
 def test_broken_parts_and_their_remedies(quick_checks, capsys, monkeypatch, tmp_path):

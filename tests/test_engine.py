@@ -369,7 +369,11 @@ def test_a_program_that_does_not_fit_is_explained(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
     with pytest.raises(DeviceMemoryError) as caught:
         new_engine().generate([[1, 2, 3]], max_new_tokens=4)
-    advice = "--max-seq-len", "--quantize int8", "--tensor-parallel"
+    advice = (
+        "--max-seq-len",
+        "choose --quantize int8 (0.00 GB) or --quantize int4 (0.00 GB) or --quantize-drafter int8 (0.00 GB) or",
+        "--tensor-parallel",
+    )
     for part in ("1 x 256 tokens", "the target model 0.00 GB", *advice, "Used 20.1G of 15.75G"):
         assert part in str(caught.value)
     assert caught.value.__cause__ is EXHAUSTED
@@ -382,3 +386,14 @@ def test_models_that_do_not_fit_are_explained(monkeypatch):
         monkeypatch.setattr(jax, name, mock.Mock(side_effect=EXHAUSTED))
     with pytest.raises(DeviceMemoryError, match="qwen2_target_160: 0.00 GB of parameters.*--quantize int8"):
         FailFast.load(GOLDEN / "qwen2_target_160")
+    with pytest.raises(DeviceMemoryError, match="or the batch, choose --quantize int4 .0.00 GB., or spread"):
+        FailFast.load(GOLDEN / "qwen2_target_160", quantize="int8")
+    with pytest.raises(DeviceMemoryError, match="or the batch, or spread"):
+        FailFast.load(GOLDEN / "qwen2_target_160", quantize="int4")
+
+
+def test_only_layouts_that_fit_are_named():
+    layouts = {"--quantize int8": 10**18, "--quantize int4": 5 * 10**7}
+    with pytest.raises(DeviceMemoryError, match=r"batch, choose --quantize int4 \(0.05 GB\), or spread"):
+        with explain_out_of_memory("loading", layouts=lambda: layouts):
+            raise EXHAUSTED

@@ -41,7 +41,8 @@ def test_the_json_and_the_trace_of_an_answer(vanilla, tmp_path):
     drafts = ["--drafter", DRAFTER, "--method", "failfast", "--spec-len", "5", "--max-spec-len", "15"]
     result = run_json(*COMMON, *drafts, "--trace", str(trace))
     assert result["output_ids"] == vanilla["output_ids"]
-    assert set(result) == {"prompt_ids", "output_ids", "text", "finish_reason", "method", "stats", "rounds"}
+    keys = {"prompt_ids", "output_ids", "text", "finish_reason", "method", "stats", "rounds", "arithmetic"}
+    assert set(result) == keys and result["arithmetic"] == "float32 weights, float32 activations"
     assert result["prompt_ids"] == [7, 12, 100, 5] and result["text"] is None
     assert result["finish_reason"] == "length" and set(result["stats"]) == STATS
     stats, rounds = result["stats"], result["rounds"]

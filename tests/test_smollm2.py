@@ -45,10 +45,10 @@ def engine():
     """Computes as transformers does; every prompt is in one bucket, so that each program is compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runtime, "SMALLEST_CAPACITY", 512)
-        model, tokenizer = ModelFolder(GGUF).load(activations="float32")
+        model, tokenizer = ModelFolder(GGUF).load()
         few = Widths(DEFAULT_WIDTHS["cpu"].verify, prefill=(32, 128))
         tokenizers = {"tokenizer": tokenizer, "drafter_tokenizer": tokenizer}
-        yield FailFast.load(model, as_untrained_drafter(model), widths=few, **tokenizers)
+        yield FailFast.load(model, as_untrained_drafter(model), widths=few, activations="float32", **tokenizers)
 
 
 def test_the_file_is_the_one_that_transformers_read():

@@ -24,11 +24,12 @@ from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.kernel_table import KERNELS, SIMULATED_TPU, attend, refusal
 from failfast_jax.load_options import LoadOptions
+from failfast_jax.models import quantization
 from failfast_jax.models.attention_check import check_attention, is_right
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.options import add_flags_of
 from failfast_jax.public_data.model_shapes import nbytes
-from failfast_jax.public_data.question_sets import PROMPTS
+from failfast_jax.public_data.question_sets import PROMPTS, everyday_prompts, humaneval_prompts
 from failfast_jax.request_flags import add_flags_named
 from failfast_jax.util import hardware
 from failfast_jax.util.files import user_path, write_json
@@ -38,6 +39,8 @@ REPEATS = 4
 """Answers of a part; the first one compiles and is not counted."""
 TOKENS = 64
 """New tokens per answer."""
+ANSWERED, ANSWER = 32, 128
+"""Of `rounding`: HumanEval's prompts beside the everyday ones, and tokens of an answer."""
 SHAPES = {
     "qwen2.5-7b": (28, 4, 128),
     "qwen2.5-14b/32b": (40, 8, 128),
@@ -69,6 +72,26 @@ def speed(pair: FailFast) -> dict[str, Any]:
         "vanilla_tokens_per_s": tokens_per_s,
         "share_of_memory_limit": tokens_per_s * size / bandwidth,
     }
+
+
+def rounding(pair: FailFast) -> dict[str, Any]:
+    """Cost of int8 activations: next tokens of float32's own answers, as they are predicted in either arithmetic."""
+    float32, int8 = (
+        quantization.with_activations({"target": pair.target}, kind)["target"] for kind in ("float32", "int8")
+    )
+    engine = FailFast.load(float32, tokenizer=pair.tokenizer, method="vanilla")
+    report = {}
+    for name, prompts in {"humaneval": humaneval_prompts(ANSWERED), "everyday": everyday_prompts()}.items():
+        agreed, divergence = [], []
+        for prompt in progress_bar(f"answers to {name}", "answer", prompts):
+            [answer] = engine.generate([prompt], method="vanilla", max_new_tokens=ANSWER)
+            ids, begin = [answer.prompt_ids + answer.output_ids], len(answer.prompt_ids) - 1
+            p, q = (jax.nn.log_softmax(model.logits(ids)[0, begin:-1]) for model in (float32, int8))
+            agreed += (p.argmax(-1) == q.argmax(-1)).tolist()
+            divergence += jnp.sum(jnp.exp(p) * (p - q), axis=-1).tolist()
+        figures = {"top1_agreement": float(np.mean(agreed)), "mean_kl_nats": float(np.mean(divergence))}
+        report[name] = {"answers": len(prompts), "tokens": len(agreed), **figures}
+    return report
 
 
 def kernels(pair: FailFast) -> dict[str, Any]:
@@ -158,7 +181,7 @@ def check_shapes(
 
 
 PEERS = "peers"
-PARTS = {part.__name__: part for part in (speed, kernels, attention)} | {PEERS: compare_peers}
+PARTS = {part.__name__: part for part in (speed, kernels, attention, rounding)} | {PEERS: compare_peers}
 
 
 def work(args: argparse.Namespace) -> int:

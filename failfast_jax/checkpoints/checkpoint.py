@@ -28,7 +28,7 @@ from failfast_jax.kernels.blocks import BlockMatrix, divisible
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.util.hardware import explain_out_of_memory, large_work
+from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory, large_work
 from failfast_jax.util.progress import PATIENCE_S, progress_bar
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -72,9 +72,9 @@ def load_model(
       ValueError: an unknown dtype. (All errors above are ValueErrors, too.)
     """
     quantization.check(quantize)
-    return open_checkpoint(path_or_hub_id).load(
-        as_dtype(dtype), quantize=quantize, activations=activations, widen=widen, progress=progress
-    )
+    opened = open_checkpoint(path_or_hub_id)
+    model = opened.load(as_dtype(dtype), quantize=quantize, widen=widen, progress=progress)
+    return quantization.with_activations({"target": model}, activations)["target"]
 
 
 def as_dtype(dtype: Any, platform: str | None = None) -> np.dtype:
@@ -145,6 +145,16 @@ class Checkpoint:
         stored = {tensor.dtype for tensor in self.tensors.values()}
         return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
 
+    def has_blocks(self) -> bool:
+        """True if a matrix is stored in blocks."""
+        return any(tensor.read_blocks is not None for tensor in self.tensors.values())
+
+    def stored_bytes(self) -> int:
+        """Bytes of its files of weights."""
+        places = {tensor.file for tensor in self.tensors.values()}
+        files = (file for place in places for file in (place.rglob("*") if place.is_dir() else [place]))
+        return sum(file.stat().st_size for file in files if file.is_file())
+
     def num_parameters(self) -> int:
         """Number of parameters, each entry counted."""
         return sum(math.prod(shape) for shape in self.shapes.values())
@@ -170,21 +180,27 @@ class Checkpoint:
         *,
         place: Place | None = None,
         quantize: str | None = None,
-        activations: str | None = None,
+        flag: str = "--quantize",
         widen: bool = False,
         progress: bool | None = None,
     ) -> Decoder:
-        """Builds the decoder; see `load_model` and `read`."""
+        """Builds the decoder; see `load_model` and `read`. `flag` is that of `quantize`."""
 
         def convert(name: str, value: jax.Array | BlockMatrix) -> dict[str, Any]:
             if quantize is not None:
                 value = quantization.converter(quantize)(name, value)
             if isinstance(value, BlockMatrix) and place is None:
-                value = quantization.laid_out(value, activations)
+                value = quantization.laid_out(value)
             return {name: value}
 
+        most_bits = 0 if widen or self.has_blocks() else quantization.SCHEMES.get(quantize, 16)
         values = self.read(
-            self.kept_dtypes(dtype), place=place, convert=convert, progress=progress, as_stored=not widen
+            self.kept_dtypes(dtype),
+            place=place,
+            convert=convert,
+            progress=progress,
+            as_stored=not widen,
+            advised=[f"{flag} {scheme}" for scheme, bits in quantization.SCHEMES.items() if bits < most_bits],
         )
         return self.abstract_module(dtype).filled(values)
 
@@ -196,6 +212,7 @@ class Checkpoint:
         convert: Convert | None = None,
         progress: bool | None = None,
         as_stored: bool = False,
+        advised: Iterable[str] = (),
     ) -> dict[str, Any]:
         """Reads the parameters by their paths: several at a time, each process its devices' parts.
 
@@ -205,6 +222,7 @@ class Checkpoint:
           convert: the arrays that replace a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`, also for errors.
           as_stored: keep matrices that are stored in blocks so, and not widened.
+          advised: flags that save memory, `--quantize int8`.
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -213,7 +231,13 @@ class Checkpoint:
             placed = default if place is None else place(name, shape)
             wanted[name] = jax.ShapeDtypeStruct(shape, dtypes[name], sharding=placed)
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
-        with large_work, explain_out_of_memory(f"{self.path}: {size / 1e9:.2f} GB of parameters"):
+
+        def layouts() -> dict[str, int]:
+            rounded = {flag: map(quantization.converter(flag.split()[1]), wanted, wanted.values()) for flag in advised}
+            return {flag: bytes_on_a_device([*arrays]) for flag, arrays in rounded.items()}
+
+        doing = f"{self.path}: {size / 1e9:.2f} GB of parameters"
+        with large_work, explain_out_of_memory(doing, layouts=layouts):
             arrays = (
                 self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress, as_stored)
             )

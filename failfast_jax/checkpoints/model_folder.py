@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,6 +28,8 @@ from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import processes, progress, values
 from failfast_jax.util.files import is_regular_file, read_json
+
+logger = logging.getLogger("failfast_jax")
 
 LAYOUTS = (BORROWING_LAYOUT, EAGLE_LAYOUT, BLOCK_LAYOUT)
 """Drafters that are no models without their target."""
@@ -139,7 +142,6 @@ class ModelFolder:
         *,
         is_drafter: bool = False,
         quantize: str | None = None,
-        activations: str | None = None,
         attention: str | None = None,
     ) -> tuple[Decoder, Any]:
         """Reads a whole model and its tokenizer (None: it has none); on a mesh, each device reads its own part.
@@ -151,7 +153,8 @@ class ModelFolder:
             opened = self.checkpoint
             check_attention(attention, opened.config, as_dtype(dtype, device_of(attention).platform), self.name)
             place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=is_drafter)
-            model = opened.load(as_dtype(dtype), place=place, quantize=quantize, activations=activations)
+            flag = "--quantize-drafter" if is_drafter else "--quantize"
+            model = opened.load(as_dtype(dtype), place=place, quantize=quantize, flag=flag)
             return model, tokenizer.result()
 
 
@@ -212,17 +215,15 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     def target_config() -> ModelConfig:
         return target.config if source is None else source.checkpoint.config
 
-    single = options.tensor_parallel == options.data_parallel == 1 and processes.is_single_process()
-    mesh = None if single else sharding.make_mesh(options.tensor_parallel, options.data_parallel, target_config)
+    parallel = options.tensor_parallel, options.data_parallel
+    mesh = None if _is_single(options) else sharding.make_mesh(*parallel, target_config)
     if drafter_source is not None and attention not in (None, SIMULATED_TPU):
         check_attention(attention, drafter_source.fit(target_config(), target_name).config, dtype, drafter_name)
 
     model, tokenizer = target, options.tokenizer
     if source is not None:
         source.check_is_target()
-        model, tokenizer = source.load(
-            dtype, mesh, quantize=options.quantize, activations=options.activations, attention=attention
-        )
+        model, tokenizer = source.load(dtype, mesh, quantize=options.quantize, attention=attention)
         tokenizer = options.tokenizer or tokenizer
     drafting, drafter_tokenizer, decoding, chances = drafter, options.drafter_tokenizer, {}, None
     scheme = options.quantize_drafter
@@ -234,7 +235,7 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
         if drafter_source.borrows:
             drafting = drafter_source.open_drafter(model.config, target_name, theta).load(model)
         else:
-            flags = {"quantize": scheme, "activations": options.activations, "attention": attention}
+            flags = {"quantize": scheme, "attention": attention}
             drafting, drafter_tokenizer = drafter_source.load(dtype, mesh, is_drafter=True, **flags)
             drafter_tokenizer = options.drafter_tokenizer or drafter_tokenizer
 
@@ -246,10 +247,23 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     for each, name in ((model, target_name), (drafting, drafter_name)):
         if each is not None:
             check_attention(attention, each.config, each.dtype, name)
-    model = _placed(model, mesh, options, options.quantize)
-    if drafting is not None:
-        drafting = _placed(drafting, mesh, options, scheme, drafter=True)
-    return Pair(model, drafting, tokenizer, vocab, decoding, chances, target_name, drafter_name)
+    model, drafting = _as_run(model, drafting, mesh, options, scheme)
+    pair = Pair(model, drafting, tokenizer, vocab, decoding, chances, target_name, drafter_name)
+    _report(pair, source, drafter_source)
+    return pair
+
+
+def _report(pair: Pair, source: ModelFolder | None, drafter_source: ModelFolder | None) -> None:
+    """Logs the memory and the arithmetic of models that were read; warns where XLA multiplies their blocks on a CPU."""
+    if source is not None and logger.isEnabledFor(logging.INFO):
+        stored = source.checkpoint.stored_bytes()
+        logger.info("%s: %s", pair.target_name, quantization.summary(pair.target, stored))
+    if drafter_source is not None and logger.isEnabledFor(logging.INFO):
+        stored = drafter_source.fit(pair.target.config, pair.target_name).stored_bytes()
+        logger.info("%s: %s", pair.drafter_name, quantization.summary(pair.drafter, stored, pair.target))
+    for model, name in ((pair.target, pair.target_name), (pair.drafter, pair.drafter_name)):
+        if reason := quantization.without_kernel(model):
+            progress.warn_once(f"{name}: {reason}: XLA multiplies its quantised matrices, in {model.dtype}")
 
 
 def is_path(model: Any) -> bool:
@@ -257,13 +271,16 @@ def is_path(model: Any) -> bool:
     return isinstance(model, (str, os.PathLike))
 
 
+def _is_single(options: LoadOptions) -> bool:
+    return options.tensor_parallel == options.data_parallel == 1 and processes.is_single_process()
+
+
 def _check_options(drafter: Any, options: LoadOptions) -> None:
     quantization.check(options.quantize)
     quantization.check(options.quantize_drafter, "--quantize-drafter", quantization.AS_STORED)
     if options.quantize_drafter is not None and drafter is None:
         raise OptionError(f"--quantize-drafter {options.quantize_drafter}: there is no drafter")
-    reason = quantization.refusal(options.activations)
-    if reason:
+    if reason := quantization.refusal(options.activations, not _is_single(options)):
         raise OptionError(f"--activations {options.activations}: {reason}")
     if options.attention is not None and (reason := refusal(options.attention, jax.devices()[0])):
         raise OptionError(f"--attention {options.attention}: {reason}")
@@ -273,7 +290,16 @@ def _name(model: Any, role: str) -> str:
     return str(model) if is_path(model) else f"the {role} model"
 
 
+def _as_run(model: Any, drafter: Any, mesh: Mesh | None, options: LoadOptions, scheme: str | None) -> tuple[Any, Any]:
+    """Both models as they are run; `scheme` is the drafter's."""
+    models = {"target": _placed(model, mesh, options, options.quantize)}
+    if drafter is not None:
+        models["drafter"] = _placed(drafter, mesh, options, scheme, drafter=True)
+    models = quantization.with_activations(models, options.activations)
+    return models["target"], models.get("drafter")
+
+
 def _placed(model: Any, mesh: Mesh | None, options: LoadOptions, quantize: str | None, drafter: bool = False) -> Any:
     """A model on its devices, with its attention kernel, quantised if it is not yet."""
     model = model.spread(mesh, kernel=options.attention, drafter=drafter)
-    return model if quantize is None else model.quantized(quantize, options.activations)
+    return model if quantize is None else model.quantized(quantize)

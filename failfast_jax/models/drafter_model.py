@@ -108,7 +108,7 @@ class FeatureModel:
         model = self.replace(network=network, draft_ids=ids, **jax.tree.map(spread_rows, large))
         return quantization.with_matrices_for_xla(model)
 
-    def quantized(self, scheme: str = "int8", activations: str | None = None) -> FeatureModel:
+    def quantized(self, scheme: str = "int8") -> FeatureModel:
         """With all its matrices quantised, except those that are its target's.
 
         Raises:
@@ -116,5 +116,5 @@ class FeatureModel:
         """
         quantization.check(scheme)
         large = {name: getattr(self, name, None) for name in {"embed", "head"} - {*self.shared}}
-        large = {name: quantization.rounded(x, scheme, activations) for name, x in large.items() if x is not None}
-        return self.replace(network=quantization.with_rounded_matrices(self.network, scheme, activations), **large)
+        large = {name: quantization.rounded(x, scheme) for name, x in large.items() if x is not None}
+        return self.replace(network=quantization.with_rounded_matrices(self.network, scheme), **large)

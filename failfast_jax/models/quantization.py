@@ -6,9 +6,10 @@ Norms and biases stay in the model's dtype, and so does all arithmetic but that 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks
 from failfast_jax.kernels.blocks import GROUP, INPUTS, BlockMatrix
 from failfast_jax.models.layers import Linear
-from failfast_jax.models.sharding import part_place, transposed_specs, whole
-from failfast_jax.util.hardware import array_bytes
+from failfast_jax.models.sharding import name_of, part_place, transposed_specs, whole
+from failfast_jax.util.hardware import array_bytes, bytes_on_a_device
 
 SCHEMES = {"int8": 8, "int4": 4}
 """Bits by scheme: symmetric 8 bits; 4 bits with a minimum beside the scale. On a CPU with the kernel each 32 inputs
@@ -48,39 +49,45 @@ def drafter_scheme(target: Any) -> str | None:
     return "int8" if any(isinstance(leaf, BlockMatrix) and leaf.is_tiled for leaf in leaves) else None
 
 
-def refusal(activations: str | None) -> str | None:
-    """Returns why an arithmetic cannot be had on this machine, or None."""
+def refusal(activations: str | None, is_spread: bool = False) -> str | None:
+    """Returns why this machine, or several devices of it (`is_spread`), cannot compute in an arithmetic, or None."""
+    if activations is None:
+        return None
+    if jax.default_backend() != "cpu":
+        return "for CPUs only"
+    return _no_kernel(INPUTS, is_spread) if activations == "int8" else None
+
+
+def _no_kernel(inputs: int, is_spread: bool) -> str | None:
+    """Why XLA multiplies a matrix in blocks on a CPU, or None if the kernel does."""
     from failfast_jax.kernels import cpu_blocks  # brings LLVM
 
-    if activations != "int8":
-        return None
-    return "for CPUs only" if jax.default_backend() != "cpu" else cpu_blocks.supports(inputs=INPUTS)
+    return "matrices spread over devices" if is_spread else cpu_blocks.supports(inputs=inputs)
 
 
-def converter(scheme: str) -> Callable[[str, jax.Array | BlockMatrix], jax.Array | BlockMatrix]:
+def converter(scheme: str) -> Callable[[str, Any], Any]:
     """For `checkpoints.checkpoint`: what is kept of a decoder's parameter that has just been read, by its name."""
 
-    def convert(name: str, value: jax.Array | BlockMatrix) -> jax.Array | BlockMatrix:
+    def convert(name: str, value: Any) -> Any:
         is_matrix = name in ("embed", "head.weight") or (name.endswith(".weight") and value.ndim > 1)
         return rounded(value, scheme) if is_matrix else value
 
     return convert
 
 
-def rounded(weight: Any, scheme: str, activations: str | None = None) -> Any:
+def rounded(weight: Any, scheme: str) -> Any:
     """A matrix in blocks; as it is where it is so already, or where its inputs do not divide into blocks.
 
     Returns once it is there: devices exchange maxima, and two exchanges at once can lock each other out.
 
     Args:
       weight: an array, or an abstract one, which is meant for a device without the CPU's kernel.
-      activations: see `laid_out`.
     """
     if isinstance(weight, BlockMatrix):
         return weight
     bits, inputs, abstract = SCHEMES[scheme], weight.shape[-1], isinstance(weight, jax.ShapeDtypeStruct)
     if not abstract and len(weight.devices()) == 1 and _has_kernel(inputs):
-        return laid_out(blocks.rounded(np.asarray(weight), bits), activations)  # nothing is compiled
+        return laid_out(blocks.rounded(np.asarray(weight), bits))  # nothing is compiled
     local = inputs if weight.sharding is None else weight.sharding.shard_shape(weight.shape)[-1]
     group = inputs if bits == 8 else math.gcd(local, GROUP)
     if bits == 4 and group % INPUTS:
@@ -129,14 +136,14 @@ def _has_kernel(inputs: int) -> bool:
     return jax.default_backend() == "cpu" and cpu_blocks.supports(inputs=inputs) is None
 
 
-def with_rounded_matrices(module: Any, scheme: str, activations: str | None = None) -> Any:
+def with_rounded_matrices(module: Any, scheme: str) -> Any:
     """A module with the weight of every `Linear` in it rounded; arrays, or abstract ones."""
 
     def change(node: Any) -> Any:
         if not isinstance(node, Linear):
             return node
         node = copy.copy(node)
-        node.weight = node.weight.replace(rounded(node.weight.get_value(), scheme, activations))
+        node.weight = node.weight.replace(rounded(node.weight.get_value(), scheme))
         return node
 
     return jax.tree.map(change, module, is_leaf=lambda node: isinstance(node, Linear))
@@ -172,6 +179,84 @@ def laid_out(matrix: BlockMatrix, activations: str | None = None) -> BlockMatrix
     return blocks.tiled(host).with_arrays(jax.device_put)
 
 
-def parameter_bytes(model: Any) -> int:
-    """Bytes of all parameters, however many devices hold them."""
-    return sum(map(array_bytes, jax.tree.leaves(model)))
+def parameter_bytes(model: Any, target: Any = None) -> int:
+    """Bytes of all parameters, however many devices hold them; without those that a drafter shares with its target."""
+    shared = {id(leaf) for leaf in jax.tree.leaves(target)}
+    return sum(array_bytes(leaf) for leaf in jax.tree.leaves(model) if id(leaf) not in shared)
+
+
+# -- what a model computes in, and what it takes ---------------------------------------------------------
+
+
+def with_activations(models: Mapping[str, Any], activations: str | None) -> dict[str, Any]:
+    """Models by role, their matrices in blocks multiplied as `--activations` says; None: as they are.
+
+    Raises:
+      OptionError: no matrix is in blocks, or this machine multiplies one in another arithmetic.
+    """
+    if activations is None:
+        return dict(models)
+
+    def change(node: Any) -> Any:
+        is_tiled = isinstance(node, BlockMatrix) and node.is_tiled
+        return dataclasses.replace(node, activations=activations) if is_tiled else node
+
+    changed = {name: jax.tree.map(change, model, is_leaf=_is_blocks) for name, model in models.items()}
+    held = [(name, model, m) for name, model in changed.items() for m in _matrices(model) if _is_blocks(m)]
+    if not held:
+        raise OptionError(
+            f"--activations {activations}: no matrix of the {' or the '.join(models)} is quantised; leave it out, or "
+            "add --quantize int8 or int4"
+        )
+    for name, model, matrix in held:
+        if (actual := _activations(model, matrix)) != activations:
+            reason = f"{name}: {without_kernel(model)}; XLA multiplies in {actual}"
+            raise OptionError(f"--activations {activations}: {reason}: leave it out")
+    return changed
+
+
+def _is_blocks(node: Any) -> bool:
+    return isinstance(node, BlockMatrix)
+
+
+def _matrices(model: Any) -> list[jax.Array | BlockMatrix]:
+    """The embedding and the weights of all products, those of a model in blocks as such."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_blocks)
+    named = ((name_of(path), leaf) for path, leaf in leaves if leaf.ndim > 1)
+    return [leaf for name, leaf in named if name.split(".")[-1] in ("embed", "head", "weight")]
+
+
+def _activations(model: Any, matrix: BlockMatrix) -> str:
+    return matrix.activations if matrix.is_tiled else str(model.dtype)
+
+
+def arithmetic(model: Any) -> str:
+    """Forms of a model's matrices, and of what they are multiplied by: `4 and 8-bit blocks, int8 activations`."""
+    matrices = _matrices(model)
+    in_blocks = [matrix for matrix in matrices if _is_blocks(matrix)]
+    floats = {str(matrix.dtype) for matrix in matrices if not _is_blocks(matrix)}
+    activations = {_activations(model, matrix) for matrix in in_blocks} | ({str(model.dtype)} if floats else set())
+    named = {"-bit blocks": {str(matrix.bits) for matrix in in_blocks}, " weights": floats, " activations": activations}
+    return ", ".join(f"{' and '.join(sorted(kinds))}{word}" for word, kinds in named.items() if kinds)
+
+
+def summary(model: Any, stored_bytes: int, target: Any = None) -> str:
+    """A line on a model's memory and arithmetic; see `parameter_bytes`."""
+    run = parameter_bytes(model, target)
+    return f"{stored_bytes / 1e6:.0f} MB as stored, {run / 1e6:.0f} MB as run; {arithmetic(model)}"
+
+
+def without_kernel(model: Any) -> str | None:
+    """Returns why XLA multiplies matrices in blocks of a model on a CPU; None if none, or another device."""
+    left = [matrix for matrix in _matrices(model) if _is_blocks(matrix) and not matrix.is_tiled]
+    if jax.default_backend() != "cpu" or not left:
+        return None
+    reasons = {_no_kernel(matrix.shape[-1], len(matrix.codes.sharding.device_set) > 1) for matrix in left}
+    return "; ".join(sorted(reasons - {None}))
+
+
+def savings(model: Any) -> dict[str, int]:
+    """Bytes that each device saves under the schemes by which a model takes less, computed from its shapes."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model)
+    saved = {scheme: bytes_on_a_device(model) - bytes_on_a_device(abstract.quantized(scheme)) for scheme in SCHEMES}
+    return {scheme: number for scheme, number in saved.items() if number > 0}

@@ -261,7 +261,7 @@ class Decoder(nnx.Module):
         )
         return quantization.with_matrices_for_xla(spread)
 
-    def quantized(self, scheme: str = "int8", activations: str | None = None) -> Decoder:
+    def quantized(self, scheme: str = "int8") -> Decoder:
         """Returns the model with its matrices in blocks; those that are so already stay as they are.
 
         A model on a mesh is rounded where it lies.
@@ -270,8 +270,8 @@ class Decoder(nnx.Module):
           OptionError: see `quantization.check`.
         """
         quantization.check(scheme)
-        model = quantization.with_rounded_matrices(self, scheme, activations)
-        model.embed = model.embed.replace(quantization.rounded(model.embed.get_value(), scheme, activations))
+        model = quantization.with_rounded_matrices(self, scheme)
+        model.embed = model.embed.replace(quantization.rounded(model.embed.get_value(), scheme))
         return model
 
     # -- as a drafter: see `drafter_model` --------------------------------------------------

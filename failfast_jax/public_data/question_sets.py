@@ -51,6 +51,11 @@ def humaneval_prompts(limit: int | None = None) -> list[str]:
     return [row["prompt"] for row in humaneval_problems()[:limit]]
 
 
+def everyday_prompts() -> list[str]:
+    """Returns the prompts of the package's own `everyday.jsonl`."""
+    return [row["prompt"] for row in read_rows(Path(__file__).with_name("everyday.jsonl")).values()]
+
+
 def stamp(values: Any) -> str:
     """Returns a name that changes with any of the values, which are JSON-ready."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

@@ -87,11 +87,14 @@ def array_bytes(array: Any) -> int:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(doing: str, needs: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+def explain_out_of_memory(
+    doing: str, needs: Callable[[], Mapping[str, int]] = dict, layouts: Callable[[], Mapping[str, int]] = dict
+) -> Iterator[None]:
     """Inside, XLA's out-of-memory error is replaced by one that names the parts in memory and the remedies.
 
     Args:
       needs: returns bytes on one device, by part.
+      layouts: returns bytes of all parts on one device, by a flag that makes them fewer.
 
     Raises:
       DeviceMemoryError: XLA ran out of memory.
@@ -103,11 +106,14 @@ def explain_out_of_memory(doing: str, needs: Callable[[], Mapping[str, int]] = d
             raise
         device = jax.devices()[0]
         size = (device.memory_stats() or {}).get("bytes_limit")
+        limit = size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         parts = ", ".join(f"{name} {number / 1e9:.2f} GB" for name, number in needs().items())
+        fitting = [f"{flag} ({number / 1e9:.2f} GB)" for flag, number in layouts().items() if number < limit]
+        choice = f"choose {' or '.join(fitting)}, " if fitting else ""
         raise DeviceMemoryError(
             f"{doing}: does not fit the memory of a {device.device_kind}{f', {size / 1e9:.1f} GB' if size else ''}"
             f"{f' ({parts}, and what programs need besides)' if parts else ''}. Lower --max-seq-len, --max-new-tokens "
-            "or the batch, choose --quantize int8, or spread the models over more devices with --tensor-parallel. "
+            f"or the batch, {choice}or spread the models over more devices with --tensor-parallel. "
             f"XLA says: {str(error).strip().splitlines()[0][:300]}"
         ) from error
 

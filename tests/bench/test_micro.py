@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tiny_models import random_model, tiny_config
 
@@ -35,6 +36,25 @@ def test_parts(monkeypatch):
     report = micro.speed(pair)
     share = report["vanilla_tokens_per_s"] / report["memory_limit_tokens_per_s"]
     assert report["share_of_memory_limit"] == pytest.approx(share)
+
+
+def test_the_cost_of_rounding(monkeypatch):
+    """Beside numpy's float64, from the logits of both arithmetics."""
+    monkeypatch.setattr(micro, "humaneval_prompts", lambda limit: [[3, 9, 27], [4, 5]])
+    monkeypatch.setattr(micro, "everyday_prompts", lambda: [[7, 8, 9, 10]])
+    monkeypatch.setattr(micro, "ANSWER", 12)
+    pair = FailFast(random_model(tiny_config(hidden_size=64, intermediate_size=96)), quantize="int4")
+    report = micro.rounding(pair)
+    assert [report[name]["answers"] for name in ("humaneval", "everyday")] == [2, 1]
+    float32 = FailFast.load(pair, activations="float32", method="vanilla")
+    [answer] = float32.generate([[7, 8, 9, 10]], method="vanilla", max_new_tokens=12)
+    ids = [answer.prompt_ids + answer.output_ids]
+    p, q = (np.asarray(engine.target.logits(ids)[0, 3:-1], np.float64) for engine in (float32, pair))
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
+    figures = report["everyday"]
+    assert figures["tokens"] == len(answer.output_ids)
+    assert figures["top1_agreement"] == np.mean(p.argmax(-1) == q.argmax(-1)) > 0.5
+    assert figures["mean_kl_nats"] == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-3)
 
 
 def test_a_wrong_kernel_is_noticed(monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 import jax
 import numpy as np
 import pytest
@@ -14,9 +17,11 @@ from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import cpu_blocks
-from failfast_jax.kernels.blocks import BlockMatrix
+from failfast_jax.kernels import cpu_blocks, cpu_kernels
+from failfast_jax.kernels.blocks import BlockMatrix, numbers
+from failfast_jax.models import quantization
 from failfast_jax.models.layers import Linear
+from failfast_jax.util import progress
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 3, 4, 5]
 
@@ -107,3 +112,111 @@ def test_bad_input_is_named_before_anything_is_read():
         load_pair("nowhere", method="lookup", quantize_drafter="int8")
     with pytest.raises(OptionError, match="--activations int9: must be 'int8' or 'float32'"):
         FailFast("nowhere", activations="int9")
+
+
+# What is computed in, and what it takes.
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+needs_kernel = pytest.mark.skipif(cpu_kernels.integer_lanes() is None, reason="XLA multiplies on this processor")
+
+
+def widened(model):
+    """The model with its matrices in blocks as numbers."""
+    return jax.tree.map(
+        lambda leaf: numbers(leaf) if isinstance(leaf, BlockMatrix) else leaf,
+        model,
+        is_leaf=lambda node: isinstance(node, BlockMatrix),
+    )
+
+
+@pytest.fixture
+def warnings(caplog):
+    progress.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
+        yield lambda: [record.message for record in caplog.records if "XLA multiplies" in record.message]
+
+
+@needs_kernel
+def test_both_arithmetics_are_named_and_computed(warnings):
+    engine = FailFast(random_model(tiny_config(**SIZES)), method="vanilla", quantize="int8")
+    exact = FailFast.load(engine, activations="float32")
+    answer = engine.generate([PROMPT], method="vanilla", max_new_tokens=2)[0]
+    assert answer.arithmetic == answer.to_dict()["arithmetic"] == "8-bit blocks, int8 activations"
+    assert exact.arithmetic == "8-bit blocks, float32 activations"
+    assert exact.target.embed[...].codes is engine.target.embed[...].codes
+    expected = np.asarray(widened(engine.target).logits([PROMPT]))
+    assert difference(exact.target.logits([PROMPT]), expected) < 1e-5
+    assert 1e-3 < difference(engine.target.logits([PROMPT]), expected) < 0.05
+    assert warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (random_model(tiny_config()), "float32 weights, float32 activations"),
+        (random_model(tiny_config(), dtype="bfloat16"), "bfloat16 weights, bfloat16 activations"),
+        # The MLP's second matrix has 96 inputs, all others 40: these stay floats in 4 bits.
+        (
+            random_model(tiny_config(hidden_size=40, intermediate_size=96, head_dim=10)).quantized("int4"),
+            "4-bit blocks, float32 weights, float32 and int8 activations",
+        ),
+    ],
+)
+def test_arithmetics_by_name(model, text):
+    if cpu_kernels.integer_lanes() is None:
+        text = text.replace(" and int8", "")
+    assert quantization.arithmetic(model) == text
+
+
+def test_without_the_kernel_xla_multiplies_in_float32_and_a_line_says_so(monkeypatch, warnings):
+    monkeypatch.setattr(cpu_kernels, "integer_lanes", lambda: None)
+    target = random_model(tiny_config(**SIZES, num_layers=1))
+    engine = FailFast(target, quantize="int4", activations="float32")
+    reason = "a processor without AVX2 or AVX-512 VNNI"
+    assert warnings() == [f"the target model: {reason}: XLA multiplies its quantised matrices, in float32"]
+    assert engine.arithmetic == "4-bit blocks, float32 activations"
+    expected = np.asarray(widened(engine.target).logits([PROMPT]))
+    assert difference(engine.target.logits([PROMPT]), expected) < 1e-5
+    with pytest.raises(OptionError, match=f"--activations int8: {reason}"):
+        FailFast("nowhere", activations="int8")
+    with pytest.raises(OptionError, match="--activations float32: target: .* XLA multiplies in bfloat16"):
+        FailFast(random_model(tiny_config(), dtype="bfloat16"), quantize="int8", activations="float32")
+
+
+@needs_kernel
+def test_activations_are_served_or_refused():
+    target, drafter = random_model(tiny_config(**SIZES)), random_model(tiny_config(**SIZES), seed=1)
+    for options in ({}, {"dtype": "bfloat16"}):
+        with pytest.raises(OptionError, match="float32: no matrix of the target or the drafter is quantised; leave"):
+            FailFast(target, drafter, activations="float32", **options)
+    with pytest.raises(OptionError, match="--activations int8: no matrix of the target is quantised"):
+        load_model(GOLDEN / "qwen2_target_160", activations="int8")
+    engine = FailFast(target, drafter, quantize_drafter="int4", activations="float32")
+    names = [quantization.arithmetic(model) for model in (engine.target, engine.drafter)]
+    assert names == ["float32 weights, float32 activations", "4-bit blocks, float32 activations"]
+    odd = random_model(tiny_config(hidden_size=40, head_dim=10))
+    with pytest.raises(OptionError, match="int8: target: .*40 inputs: a multiple of 32; XLA multiplies in float32"):
+        FailFast(odd, quantize="int8", activations="int8")
+    with pytest.raises(OptionError, match="--activations int8: matrices spread over devices"):
+        FailFast("nowhere", quantize="int8", activations="int8", tensor_parallel=2)
+
+
+def test_int8_is_refused_on_other_devices(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for activations in ("int8", "float32"):
+        assert quantization.refusal(activations) == "for CPUs only"
+    assert quantization.refusal(None) is None
+
+
+def test_savings_are_those_of_the_shapes():
+    config = tiny_config(hidden_size=256, intermediate_size=128, num_layers=1, head_dim=32, qkv_bias=False)
+    model = random_model(dataclasses.replace(config, tie_embeddings=True))
+    # Outputs and inputs: qkv, o, gate and up, down, embedding; beside them three norms of 256.
+    matrices = [(256, 256), (256, 128), (256, 256), (256, 128), (40, 256)]
+    floats = 4 * sum(outputs * inputs for outputs, inputs in matrices)
+    int8 = sum(outputs * inputs + 4 * outputs for outputs, inputs in matrices)
+    int4 = sum(outputs * inputs // 2 + 4 * outputs * inputs // 128 for outputs, inputs in matrices)
+    assert quantization.parameter_bytes(model) == floats + 3 * 4 * 256
+    assert quantization.savings(model) == {"int8": floats - int8, "int4": floats - int4}
+    assert quantization.savings(model.quantized("int4")) == {}
+    assert quantization.parameter_bytes(model, model) == 0

@@ -60,7 +60,7 @@ class NoQueue(Queue):
     healthy, unfinished = True, 0
 
     def __init__(self):
-        self.engine = types.SimpleNamespace(tokenizer=BytePieces())
+        self.engine = types.SimpleNamespace(tokenizer=BytePieces(), arithmetic="none", target=None)
 
     def close(self) -> None:
         pass

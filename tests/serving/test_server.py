@@ -55,7 +55,9 @@ def post(site: Served, path: str = "completions", **body):
 
 def test_models(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").owned_by == "failfast-jax"
+    model = client.models.retrieve("tiny")
+    assert model.owned_by == "failfast-jax" and model.arithmetic == "float32 weights, float32 activations"
+    assert model.parameter_bytes > 1000
     with pytest.raises(openai.NotFoundError, match="'tiny'"):
         client.models.retrieve("gpt-4")
 

@@ -89,7 +89,7 @@ def stop_at_models() -> None:
     hub.snapshot, selfgen.load_pair = _offline, _reached
     run_command.Comparison = _reached
     micro.FailFast = types.SimpleNamespace(load=_reached)
-    peers.start_peers = _reached
+    peers.PeerProcess = _reached
     train_command.open_checkpoint = draft_graph_calibration.FailFast = replay.replay_target = (
         orbax_folder.save_params
     ) = _reached

@@ -92,11 +92,11 @@ def test_a_whole_tokenizer_needs_no_class(evil, name):
 
 
 def test_nothing_loads_code():
-    """transformers' loaders are called in one place; ruff refuses to unpickle, evaluate and execute."""
+    """transformers' loaders are called in two places; ruff refuses to unpickle, evaluate and execute."""
     paths = [path for folder in ("failfast_jax", "convert") for path in (ROOT / folder).rglob("*.py")]
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
     callers = {name for name, text in texts.items() if re.search(r"^[^\"]*from_pretrained\(", text, re.MULTILINE)}
-    assert callers == {"failfast_jax/checkpoints/tokenizer.py"}
+    assert callers == {"failfast_jax/checkpoints/tokenizer.py", "failfast_jax/bench/peer_worker.py"}
     assert all("trust_remote_code" in texts[name] for name in callers)
     assert not any(re.search("(trust_remote_code|allow_pickle)\\W+True", text) for text in texts.values())
 

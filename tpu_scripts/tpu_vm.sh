@@ -109,7 +109,7 @@ setup() {
   # The small default model has three KV heads: one process answers on one chip.
   on_hosts 0 "cd $folder && source .venv/bin/activate \
 && TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 TPU_VISIBLE_CHIPS=0 TPU_WORKER_HOSTNAMES=localhost \
-python -m failfast_jax.generate --prompt 'What is the capital of France?'"
+python -m failfast_jax.generate --prompt 'What is the capital of Japan?'"
 }
 
 run() { on_hosts all "${one_host:+export HF_HOME=/mnt/data/huggingface && }cd $folder && source .venv/bin/activate && $*"; }

@@ -226,10 +226,7 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
         model, tokenizer = source.load(dtype, mesh, quantize=options.quantize, attention=attention)
         tokenizer = options.tokenizer or tokenizer
     drafting, drafter_tokenizer, decoding, chances = drafter, options.drafter_tokenizer, {}, None
-    scheme = options.quantize_drafter
-    if drafter_source is not None:
-        scheme = scheme or quantization.drafter_scheme(model)
-    scheme = None if scheme == quantization.AS_STORED else scheme
+    scheme = quantization.drafter_scheme(options.quantize_drafter, None if drafter_source is None else model)
     if drafter_source is not None:
         decoding, chances = drafter_source.decoding(platform), drafter_source.chances
         if drafter_source.borrows:

@@ -40,11 +40,17 @@ def check(scheme: str | None, flag: str = "--quantize", *others: str) -> None:
         raise OptionError(f"{flag} {scheme}: must be one of {', '.join((*SCHEMES, *others))}")
 
 
-def drafter_scheme(target: Any) -> str | None:
-    """The scheme of a drafter that is read for a target, unless the user names one: 8 bits if the target is in tiles.
+def drafter_scheme(wanted: str | None, target: Any | None) -> str | None:
+    """The scheme of a drafter: the one that the user wants, or else 8 bits if it is read for a target in tiles.
 
-    Such a target's step takes as long as its bytes are many, and so does a draft; of the text nothing changes.
+    Decoding time is proportional to the bytes that are read, so the drafter is rounded, too. No text depends on it.
+
+    Args:
+      wanted: one of `SCHEMES`, `AS_STORED` or None.
+      target: None for a drafter that is not read.
     """
+    if wanted is not None:
+        return None if wanted == AS_STORED else wanted
     leaves = jax.tree.leaves(target, is_leaf=lambda leaf: isinstance(leaf, BlockMatrix))
     return "int8" if any(isinstance(leaf, BlockMatrix) and leaf.is_tiled for leaf in leaves) else None
 

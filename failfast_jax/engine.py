@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,9 +32,8 @@ from failfast_jax.policy.cost_book import RoundCounts
 from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, Runtime, Session
-from failfast_jax.runtime.program_store import ProgramStore
 from failfast_jax.text_stream import SequenceEvents
-from failfast_jax.util.compilation import Executables, count_compiles
+from failfast_jax.util.compilation import count_compiles
 from failfast_jax.util.compile_cache import enable_compile_cache
 from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory
 from failfast_jax.util.progress import waiting
@@ -87,7 +85,6 @@ class FailFast:
         if pair is None:
             raise OptionError("FailFast(): has no models; FailFast.load() loads the default pair")
         if not isinstance(pair, Pair):
-            options = _with_programs(pair, drafter, options)
             pair = _opened(pair, drafter, options)
         shared = {name: getattr(options, name) for name in ("max_seq_len", "programs", "costs", "widths")}
         runtime = self.runtime = Runtime(pair.target, pair.drafter, **shared)
@@ -128,7 +125,6 @@ class FailFast:
         if base is not None:
             target = base.target
             options = options.changed(tokenizer=base.tokenizer, programs=base.runtime.programs)
-        options = _with_programs(target, drafter, options)
         pair = _opened(*found_models(target, drafter, options, default))
         engine = cls(pair if base is None else dataclasses.replace(pair, target_name=base.target_name), options=options)
         engine.load_s = time.perf_counter() - start
@@ -377,19 +373,10 @@ class FailFast:
         return drafters.build_drafter(config, **model, platform=self.platform, chances=self.chances)
 
 
-def _with_programs(target: Any, drafter: Any, options: LoadOptions) -> LoadOptions:
-    """Options with the programs to share; those that the same options used last time are read meanwhile."""
-    if options.compile_cache is not None:
-        enable_compile_cache(options.compile_cache)
-    if options.programs is not None:
-        return options
-    values = (target, drafter, *(getattr(options, field.name) for field in dataclasses.fields(options)))
-    user = repr([value for value in values if isinstance(value, (str, os.PathLike, int, float))])
-    return options.changed(programs=Executables(store=ProgramStore(user)))
-
-
 def _opened(target: Any, drafter: Any, options: LoadOptions) -> Pair:
     """Reads a pair of models from their sources, or takes those in memory."""
+    if options.compile_cache is not None:
+        enable_compile_cache(options.compile_cache)
     loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
     with explain_out_of_memory(loading), waiting(loading):
         return read_pair(target, drafter, options)

@@ -28,7 +28,7 @@ from failfast_jax.kernels.blocks import BlockMatrix, divisible
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory, large_work
+from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory
 from failfast_jax.util.progress import PATIENCE_S, progress_bar
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -237,7 +237,7 @@ class Checkpoint:
             return {flag: bytes_on_a_device([*arrays]) for flag, arrays in rounded.items()}
 
         doing = f"{self.path}: {size / 1e9:.2f} GB of parameters"
-        with large_work, explain_out_of_memory(doing, layouts=layouts):
+        with explain_out_of_memory(doing, layouts=layouts):
             arrays = (
                 self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress, as_stored)
             )

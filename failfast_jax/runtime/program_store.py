@@ -1,13 +1,9 @@
 """Compiled programs on disk, found without being traced: a second start reads them and runs.
 
 JAX's own cache needs the traced and lowered program for its key; for a round that takes seconds. Here the key is what
-tracing would read: the package's source, the function with all that is bound to it, the types of the arguments, JAX's
-configuration, versions, processor and devices. What cannot be named so (functions and classes from elsewhere) is not
-stored.
-
-A `.program` file has that key for its name and names a `.code` file, whose key is the lowered program: after a change
-of the source that changes no program, it is traced once and not compiled. Files are trusted as those of JAX's cache
-are.
+tracing would read: the package's source, the function with all that is bound to it, the types and devices of the
+arguments, JAX's configuration, versions, processor and the compiler's options. What cannot be named so (functions and
+classes from elsewhere) is not stored. Files are trusted as those of JAX's cache are.
 """
 
 from __future__ import annotations
@@ -21,10 +17,7 @@ import json
 import logging
 import os
 import platform
-import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +28,9 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from failfast_jax.kernels import cpu_kernels
-from failfast_jax.util.compilation import Program, name_of
+from failfast_jax.util.compilation import Program
 from failfast_jax.util.files import write_atomically
-from failfast_jax.util.hardware import large_work, release_memory
+from failfast_jax.util.hardware import CHIPS, release_memory
 
 logger = logging.getLogger("failfast_jax")
 
@@ -48,7 +41,6 @@ IGNORED_SETTINGS = ("_cache", "_log", "traceback", "dump")
 """Parts of the names of JAX's settings that do not change a program."""
 FLAGS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "NVIDIA_TF32")
 """Beginnings of the names of environment variables that XLA reads."""
-CODE = re.compile(r"failfast_[0-9a-f]{64}\.code")
 
 
 @functools.cache
@@ -74,7 +66,7 @@ def _surroundings() -> str:
     # XLA divides work between the processors that this process may use.
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     processor = (platform.machine(), cpu_kernels.processor(), threads)
-    return repr((devices, flags, settings, versions, processor))
+    return repr((devices, CHIPS.get(jax.devices()[0].device_kind), flags, settings, versions, processor))
 
 
 def _parts(value: Any) -> Iterator[str]:
@@ -118,40 +110,38 @@ def _structure(value: jax.tree_util.PyTreeDef) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _folder() -> Path | None:
-    """The folder of JAX's own cache, if it is one of this machine's."""
-    folder = jax.config.jax_compilation_cache_dir
-    return Path(folder) if folder and "://" not in folder and jax.process_count() == 1 else None
+def _devices(program: Program) -> list[jax.Device]:
+    """The devices that a program runs on, in the order of its arguments' shardings.
+
+    Raises:
+      LookupError: the arguments lie on different devices.
+    """
+    # JAX moves arrays that no user has placed. The map lists the devices in the sharding's order.
+    orders = {
+        tuple(leaf.sharding.devices_indices_map(leaf.shape))
+        for leaf in jax.tree.leaves(program.args)
+        if getattr(leaf, "sharding", None) is not None and getattr(leaf, "committed", True)
+    }
+    if len(orders) > 1:
+        raise LookupError(f"arguments on {len(orders)} groups of devices")
+    return list(orders.pop()) if orders else jax.local_devices()[:1]
 
 
-def _hashed(*texts: str) -> str:
-    return f"failfast_{hashlib.sha256(chr(10).join(texts).encode()).hexdigest()}"
-
-
-def _load(path: Path) -> Callable[..., list[jax.Array]]:
+def _load(path: Path, program: Program) -> Callable[..., list[jax.Array]]:
     """The program of a file, of leaves instead of trees; ValueError and others: the file is damaged."""
     with path.open("rb") as file:
         digest, header, code = file.readline(), file.readline(), file.read()
     if _digest(header, code) != digest:
         raise ValueError("damaged")
-    facts = json.loads(header)
-    cpu_kernels.register([tuple(kernel) for kernel in facts["kernels"]])
-    arguments, results = (jax.tree.structure([0] * facts[name]) for name in ("arguments", "results"))
-    arguments = jax.tree.structure((tuple(range(arguments.num_leaves)), {}))
-    loaded = serialize_executable.deserialize_and_load(code, arguments, results)
+    cpu_kernels.register([tuple(kernel) for kernel in json.loads(header)])
+    arguments = jax.tree.structure((tuple(range(len(jax.tree.leaves(program.args)))), {}))
+    results = jax.tree.structure(jax.tree.leaves(program.args[program.donate[0]]))
+    devices = _devices(program)
+    loaded = serialize_executable.deserialize_and_load(
+        code, arguments, results, backend=devices[0].client, execution_devices=devices
+    )
     release_memory()
     return loaded
-
-
-def _load_ahead(folder: Path, futures: Mapping[str, Future], began: threading.Event) -> None:
-    # Before weights are read: what a program takes while it is loaded is free again for them.
-    with large_work:
-        began.set()
-        for file, future in futures.items():
-            try:
-                future.set_result(_load(folder / file))
-            except Exception as error:
-                future.set_exception(error)
 
 
 def _digest(header: bytes, code: bytes) -> bytes:
@@ -160,108 +150,48 @@ def _digest(header: bytes, code: bytes) -> bytes:
     return digest.hexdigest().encode() + b"\n"
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file that another process may be writing, too; nothing where that cannot be."""
-    with contextlib.suppress(OSError):
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        write_atomically(part, content)
-        os.replace(part, path)
-
-
 class ProgramStore:
-    """Reads and writes programs that change a state, in the folder of JAX's own cache, if there is one.
-
-    Args:
-      user: a text that is the same for a command that probably needs the same programs again. Those that it used last
-        are read while it reads its models.
-    """
-
-    def __init__(self, user: str | None = None) -> None:
-        folder = _folder()
-        self._recent = None if user is None or folder is None else folder / f"{_hashed(user)}.recent"
-        self._names: dict[str, str] = {}  # file of the code by the name of the function
-        self._ahead: dict[str, Future] = {}
-        if self._recent is None:
-            return
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            names = json.loads(self._recent.read_text())
-            self._names = {str(name): file for name, file in dict(names).items() if CODE.fullmatch(file)}
-        self._ahead = {file: Future() for file in self._names.values()}
-        began = threading.Event()
-        arguments = (folder, dict(self._ahead), began)
-        threading.Thread(target=_load_ahead, args=arguments, name="read ahead", daemon=True).start()
-        began.wait(timeout=1)
+    """Reads and writes programs that change a state, in the folder of JAX's own cache, if there is one."""
 
     def path(self, program: Program) -> Path | None:
-        """The file that names a program's code; None: it is not stored."""
-        folder = _folder()
-        if not program.donate or folder is None:
+        """The file of a program; None: it is not stored."""
+        folder = jax.config.jax_compilation_cache_dir
+        if not program.donate or not folder or "://" in folder or jax.process_count() > 1:
             return None
         try:
-            return folder / f"{_hashed(_source(), _surroundings(), *_parts(program.key))}.program"
+            devices = [device.id for device in _devices(program)]
+            text = "\n".join((_source(), _surroundings(), repr(devices), *_parts(program.key)))
         except LookupError as error:
             logger.debug("program not stored: %s", error)
             return None
+        return Path(folder, f"failfast_{hashlib.sha256(text.encode()).hexdigest()}.program")
 
-    def code(self, lowered: jax.stages.Lowered) -> str:
-        """The name of the file of a program's code, lowered in a thread with the settings of `path`."""
-        return f"{_hashed(lowered.as_text(), _surroundings())}.code"
-
-    def read(self, path: Path, program: Program, file: str | None = None) -> tuple[Callable, Any] | None:
-        """A stored program and the shapes of its results; None: it is not there, or cannot be used.
-
-        Args:
-          file: of its code; None: the one that `path` names.
-        """
+    def read(self, path: Path, program: Program) -> tuple[Callable, Any] | None:
+        """A stored program and the shapes of its results; None: it is not there, or cannot be used."""
         try:
-            is_new = file is not None
-            file = file or path.read_text()
-            code = path.with_name(CODE.fullmatch(file)[0])
-        except (OSError, ValueError, TypeError):
-            return None
-        name = name_of(program.function)
-        ahead = self._ahead.pop(self._names.get(name), None)  # another one is not needed any more
-        try:
-            if ahead is not None and self._names[name] == file:
-                flat = ahead.result()
-            else:
-                with large_work:
-                    flat = _load(code)
+            flat = _load(path, program)
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file may lead to
-            logger.debug("stored program %s: %r", code, error)
-            for damaged in (path, code):
-                damaged.unlink(missing_ok=True)
+            logger.debug("stored program %s: %r", path, error)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return None
-        if is_new:
-            _write(path, file.encode())
-        self._remember(name, file)
         state = program.args[program.donate[0]]
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         structure = jax.tree.structure(shapes)
         return lambda *args: jax.tree.unflatten(structure, flat(*jax.tree.leaves(args))), shapes
 
-    def write(self, path: Path, program: Program, file: str, executable: jax.stages.Compiled, since: float) -> None:
-        """Stores a program compiled `since` a time; without a word where that cannot be: it is compiled anew next time.
-
-        JAX's cache loses its copy: XLA cannot write a program that it has read from there, should this file be damaged.
-        """
+    def write(self, path: Path, program: Program, executable: jax.stages.Compiled) -> None:
+        """Stores a program; without a word where that cannot be: it is compiled anew next time."""
         with contextlib.suppress(Exception):
-            code, arguments, results = serialize_executable.serialize(executable)
+            code, _, results = serialize_executable.serialize(executable)
             if results != jax.tree.structure(program.args[program.donate[0]]):
                 return
-            facts = {"arguments": arguments.num_leaves, "results": results.num_leaves}
-            header = json.dumps(facts | {"kernels": cpu_kernels.registered()}).encode() + b"\n"
-            _write(path.with_name(file), _digest(header, code) + header + code)
-            _write(path, file.encode())
-            self._remember(name_of(program.function), file)
-            name = name_of(program.function).replace(" ", "_")
-            for copy in path.parent.glob(f"jit_{name}-*-cache"):
-                if copy.stat().st_mtime >= since:
-                    copy.unlink(missing_ok=True)
-
-    def _remember(self, name: str, file: str) -> None:
-        if self._recent is not None and self._names.get(name) != file:
-            self._names[name] = file
-            _write(self._recent, json.dumps(self._names).encode())
+            if executable.runtime_executable().local_devices() != _devices(program):
+                return
+            header = json.dumps(cpu_kernels.registered()).encode() + b"\n"
+            # Another process may be writing it, too.
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            write_atomically(part, _digest(header, code) + header + code)
+            os.replace(part, path)

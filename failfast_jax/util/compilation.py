@@ -203,8 +203,8 @@ class Executables:
         self._programs[key] = known
         return known
 
-    def _stored(self, path: Path | None, program: Program, code: str | None = None) -> Compilation | None:
-        if path is None or (stored := self._store.read(path, program, code)) is None:
+    def _stored(self, path: Path | None, program: Program) -> Compilation | None:
+        if path is None or (stored := self._store.read(path, program)) is None:
             return None
         executable, shapes = stored
         # It counts as a hit of JAX's cache.
@@ -215,21 +215,15 @@ class Executables:
         return Compilation(future, shapes, name_of(program.function), self)
 
     def _compiling(self, path: Path | None, program: Program) -> Compilation:
-        # With all arguments, a program's text names its code: unused ones would be dropped from the text.
-        options = {"donate_argnums": program.donate, "keep_unused": path is not None}
-        lowered = jax.jit(program.function, **options).lower(*program.args)
-        code = None if path is None else self._store.code(lowered)
-        if known := self._stored(path, program, code):
-            return known
+        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
         shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
 
         def compile_and_store() -> jax.stages.Compiled:
-            since = time.time()
             with count_compiles(threading.get_ident()) as counts:
                 executable = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
             # XLA does not write whole what it has read from JAX's cache itself.
             if path is not None and not counts.cache_hits:
-                self._store.write(path, program, code, executable, since)
+                self._store.write(path, program, executable)
             release_memory()
             return executable
 

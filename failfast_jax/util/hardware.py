@@ -63,10 +63,6 @@ def free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-large_work = threading.Lock()
-"""Held while a stored program or a model's weights are read: a program takes hundreds of MB more for a moment."""
-
-
 def release_memory() -> None:
     """Gives memory that was freed back to the system: of XLA's work on a large program, glibc keeps hundreds of MB."""
     with contextlib.suppress(AttributeError, OSError):  # another libc

@@ -24,7 +24,7 @@ from failfast_jax.checkpoints.packed_matrices import packed_matrices
 from failfast_jax.checkpoints.parameter_map import AbstractModule, ParameterPart, StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.kernels import row_operations
-from failfast_jax.kernels.blocks import BlockMatrix, divisible
+from failfast_jax.kernels.blocks import ACTIVATIONS, BlockMatrix, divisible
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -68,10 +68,12 @@ def load_model(
       CheckpointError: nothing loadable is there, or its tensors are missing, unexpected, mis-shaped,
         damaged, or pickled.
       ConfigError: the model's configuration cannot be served.
-      OptionError: an unknown scheme, or its library is not installed.
+      OptionError: an unknown scheme or arithmetic, or its library is not installed.
       ValueError: an unknown dtype. (All errors above are ValueErrors, too.)
     """
     quantization.check(quantize)
+    if activations not in (None, *ACTIVATIONS):
+        raise OptionError(f"--activations {activations}: must be one of {', '.join(ACTIVATIONS)}")
     opened = open_checkpoint(path_or_hub_id)
     model = opened.load(as_dtype(dtype), quantize=quantize, widen=widen, progress=progress)
     return quantization.with_activations({"target": model}, activations)["target"]

@@ -104,7 +104,8 @@ class ChunkedDrafter(Drafter):
         and if that depended on the draw, rejection would not keep the distribution. Without `with_confidence` it is
         None, and no softmax is computed.
         """
-        best, confidence = argmax(logits, confidence=True) if with_confidence else (argmax(logits), None)
+        best = argmax(logits, with_confidence, self.model.execution)
+        best, confidence = best if with_confidence else (best, None)
         if not self.sampled:
             return best, confidence, None
         tokens, q = sample_draft(logits, positions, committed.sampling, self.model.execution)

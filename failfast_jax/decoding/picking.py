@@ -7,6 +7,7 @@ if it is the same. By the second (`pick_or_reject`) a drafted token that was sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +25,16 @@ DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
 
 
-def argmax(logits: Float[Array, "*R V"], confidence: bool = False) -> Any:
+def argmax(logits: Float[Array, "*R V"], confidence: bool = False, execution: Execution = ONE_DEVICE) -> Any:
     """Returns the index of the largest logit, the lowest one on ties; the last one where a logit is NaN.
 
     Args:
       confidence: static: return a pair, with the index's softmax probability (no other one is stored); NaN where it is
         not finite.
+      execution: that of the model whose logits they are, outside a `shard_map`.
     """
     # V, which is no token, where a logit is NaN: for the target's own picks, whose round ends the sequence there.
-    best = jnp.minimum(first_largest(logits), logits.shape[-1] - 1)
+    best = jnp.minimum(first_largest(logits, execution.mesh is not None), logits.shape[-1] - 1)
     return (best, 1.0 / jnp.sum(jnp.exp(logits - logits.max(-1, keepdims=True)), -1)) if confidence else best
 
 
@@ -177,7 +179,8 @@ def pick(
     def sampled(sampling, logits, positions):
         return first_largest(filtered_logits(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
 
-    return where_sampled(sampled, first_largest, sampling, execution, logits, positions)
+    greedy = functools.partial(first_largest, is_spread=execution.mesh is not None)
+    return where_sampled(sampled, greedy, sampling, execution, logits, positions)
 
 
 def sample_draft(
@@ -197,7 +200,10 @@ def sample_draft(
         noise = gumbel_noise(sampling, positions, logits.shape[-1], DRAFTING)
         return argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 
-    return where_sampled(sampled, lambda x: (argmax(x), jnp.zeros_like(x)), sampling, execution, logits, positions)
+    def greedy(logits):
+        return argmax(logits, execution=execution), jnp.zeros_like(logits)
+
+    return where_sampled(sampled, greedy, sampling, execution, logits, positions)
 
 
 def pick_or_reject(
@@ -239,7 +245,8 @@ def pick_or_reject(
         replacement = first_largest(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
         return jnp.where(keep, draft, replacement)
 
-    return where_sampled(sampled, first_largest, sampling, execution, logits, positions, draft, q, drafted)
+    greedy = functools.partial(first_largest, is_spread=execution.mesh is not None)
+    return where_sampled(sampled, greedy, sampling, execution, logits, positions, draft, q, drafted)
 
 
 def logprobs_of(

@@ -114,7 +114,7 @@ class Aligned(BlockDrafter):
         block = BlockPass.over(carry.text, at, committed.length, self.model.config, self.small_block)
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
-        tokens, confidence = argmax(self.logits(gather_rows(hidden, block.rows)), confidence=True)
+        tokens, confidence = argmax(self.logits(gather_rows(hidden, block.rows)), True, self.model.execution)
         storing = carry.growing & block.full
         cached = jnp.where(storing, at + self.block, at)
         opens_next = cached >= committed.length

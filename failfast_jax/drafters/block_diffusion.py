@@ -206,7 +206,7 @@ class Refine(BlockDrafter):
             draft, masked = filling.draft, filling.masked
             text = place(masks, length, draft.tokens, ~masked)
             logits, _, after = self.block_pass(filling.state, text, length, masked.any(1))
-            tokens, confidence = argmax(logits, confidence=True)
+            tokens, confidence = argmax(logits, True, self.model.execution)
             # The row that predicts the first token may end a block, which the next pass has to see again.
             again = jnp.minimum(after.cached, self.whole_blocks(length))
             after = after.replace(cached=jnp.where(draft.passes + 1 < self.steps, again, after.cached))

@@ -169,6 +169,23 @@ def untiled(blocks: BlockMatrix) -> BlockMatrix:
     return dataclasses.replace(blocks, codes=codes, is_tiled=False, padding=0, **rest)
 
 
+def unpacked(blocks: BlockMatrix) -> BlockMatrix:
+    """The matrix with codes in int8 `[*L, O, I]`, in no tiles, traceable; a transposed one as `[O, I]`."""
+    if not blocks.output_axes:
+        blocks = untiled(blocks)
+        return dataclasses.replace(blocks, codes=_codes(blocks, jnp), bits=8)
+    blocks = dataclasses.replace(blocks, codes=blocks.codes.astype(jnp.int8), bits=8, output_axes=0)
+    return blocks.with_arrays(lambda part: part.reshape(-1, part.shape[-1]).T)
+
+
+def packed(blocks: BlockMatrix) -> BlockMatrix:
+    """The matrix with its codes, which are of 4 bits in int8 (see `unpacked`), in pairs; traceable, or by numpy."""
+    codes = (blocks.codes + np.int8(8 if blocks.minimum is None else 0)).astype(np.uint8)
+    codes = codes.reshape(*blocks.codes.shape[:-1], -1, INPUTS)
+    codes = codes[..., : INPUTS // 2] | codes[..., INPUTS // 2 :] << 4
+    return dataclasses.replace(blocks, codes=codes.reshape(*blocks.codes.shape[:-1], -1), bits=4)
+
+
 def transposed(blocks: BlockMatrix, *, in_pairs: bool = True) -> BlockMatrix:
     """The matrix as XLA multiplies by it on accelerators, traceable: its outputs are one axis, the last.
 
@@ -246,7 +263,7 @@ def _levels(inner: Array | None, outer: Array | None, xp: Any, axis: int = -1) -
 
 
 def numbers(matrix: Float[Array, "*S"] | BlockMatrix) -> Float[Array, "*S"]:
-    """A matrix as an array: widened, if it is in blocks."""
+    """A matrix as an array: widened, if it is in blocks; a transposed one as `[O, I]`, its shape."""
     return widened(matrix) if isinstance(matrix, BlockMatrix) else matrix
 
 
@@ -312,9 +329,7 @@ def rounded(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> B
     minimum = grouped.min(axis=-1).astype(dtype)
     scale = ((grouped.max(axis=-1) - minimum.astype(np.float32)) / 15).astype(dtype)
     codes = xp.clip(xp.round(_quotient(grouped - minimum.astype(np.float32)[..., None], scale)), 0, 15)
-    codes = codes.astype(np.uint8).reshape(*outputs, -1, INPUTS)
-    codes = codes[..., : INPUTS // 2] | codes[..., INPUTS // 2 :] << 4
-    return BlockMatrix(codes.reshape(*outputs, -1), scale, minimum, bits=4)
+    return packed(BlockMatrix(codes.astype(np.int8).reshape(weight.shape), scale, minimum))
 
 
 def _quotient(grouped: Array, scale: Array) -> Array:

@@ -58,10 +58,18 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
 
 
 def rotate_and_write(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window) -> tuple[Queries, LayerCache]:
-    """`plain_attention.rotate_and_write`, of float32 by a kernel, which writes into the caches if they are donated."""
+    """`plain_attention.rotate_and_write`, of float32 by a kernel, which writes into the caches if they are donated.
+
+    Raises:
+      ValueError: the kernel would write outside the caches.
+    """
     batch, width, kv_heads, members, head_dim = qkv.shape
     if head_dim % ROTATED or not qkv.dtype == cache[0].dtype == cache[1].dtype == jnp.float32:
         return plain_attention.rotate_and_write(qkv, cache, window)
+    shape = (batch, kv_heads, max(width, cache[0].shape[2]), head_dim)
+    if any(x.shape != shape for x in cache):
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (qkv, *cache))
+        raise ValueError(f"rotation of {shapes}: wants caches [B, K, S, H] of at least W positions")
     tables = [jnp.broadcast_to(table, (batch, width, 1, head_dim // 2)) for table in (window.cos, window.sin)]
     shapes = ((batch, width, kv_heads * (members - 2), head_dim), cache[0].shape, cache[1].shape)
     results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)

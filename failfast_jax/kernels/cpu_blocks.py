@@ -24,6 +24,22 @@ def supports(*, inputs: int) -> str | None:
     return f"{inputs} inputs: a multiple of 32" if inputs % 32 else None
 
 
+def refuses(blocks: BlockMatrix) -> str | None:
+    """Returns why `product` cannot serve the scales of a matrix, in tiles or not, or None if it can."""
+    axis = -2 if blocks.is_tiled else -1
+
+    def kinds(*parts: Array | None) -> set[tuple[str, int]]:
+        return {(str(part.dtype), blocks.shape[-1] // part.shape[axis]) for part in parts if part is not None}
+
+    inner, outer = kinds(blocks.scale, blocks.minimum), kinds(blocks.outer_scale, blocks.outer_minimum)
+    dtypes = ["int8", "float16"] if outer else ["float16"]
+    is_level = not outer or (blocks.minimum is None) == (blocks.outer_minimum is None)
+    if is_level and [dtype for dtype, _ in [*inner, *outer]] == dtypes:
+        if all(size == 16 or size % 32 == 0 for _, size in inner | outer):
+            return None
+    return f"scales {sorted(inner | outer)}: wants float16, or int8 under float16, each for 16 or n * 32 inputs"
+
+
 @jax.custom_jvp
 def product(rows: Float[Array, "R I"], blocks: BlockMatrix) -> Float[Array, "R O"]:
     """`rows @ weight.T` in float32, by `blocks.activations`; leading axes of the matrix are outputs, too.
@@ -37,6 +53,8 @@ def product(rows: Float[Array, "R I"], blocks: BlockMatrix) -> Float[Array, "R O
     """
     if not blocks.is_tiled or rows.dtype != jnp.float32 or rows.shape[1:] != blocks.shape[-1:]:
         raise ValueError(f"product of {rows.dtype}{list(rows.shape)} by blocks {list(blocks.shape)}: wants tiles")
+    if reason := refuses(blocks):
+        raise ValueError(f"product by blocks {list(blocks.shape)}: {reason}")
     *leading, outputs, inputs = blocks.shape
     padded = outputs + blocks.padding
     y = jax.ShapeDtypeStruct((rows.shape[0], math.prod(leading) * padded), jnp.float32)

@@ -118,15 +118,19 @@ def rms_norm(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) ->
     return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
 
 
-def first_largest(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """Index of the largest number of each row, the lowest one on ties; V where a number is NaN."""
+def first_largest(x: Float[Array, "*R V"], is_spread: bool = False) -> Int[Array, "*R"]:
+    """Index of the largest number of each row, the lowest one on ties; V where a number is NaN.
+
+    Args:
+      is_spread: the rows may lie in parts on several devices, which the CPU's kernel would bring together.
+    """
 
     def plain(x: Array) -> Array:
         # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
         best, ids = x.max(-1, keepdims=True), jnp.arange(x.shape[-1], dtype=jnp.int32)
         return jnp.where(x == best, ids, x.shape[-1]).min(-1)
 
-    if x.shape[-1] < SHORTEST or _serving("norm", width=1, dtype=x.dtype) is None:
+    if is_spread or x.shape[-1] < SHORTEST or _serving("norm", width=1, dtype=x.dtype) is None:
         return plain(x)
     from failfast_jax.kernels import cpu_kernels  # brings LLVM
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from failfast_jax.kernels.blocks import BlockMatrix
+from failfast_jax.kernels.blocks import INPUTS, BlockMatrix, has_one_scale, packed, unpacked
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put, total, whole
+from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put_part, total, whole
 
 
 class Linear(nnx.Module):
@@ -141,15 +142,16 @@ class Attention(nnx.Module):
         config, clone = self.config, copy.copy(self)
 
         def changed(tree: Any, change: Callable[..., Array], spec: P) -> Any:
-            change = functools.partial(change, config=config, copies=copies)
+            change = jax.jit(functools.partial(change, config=config, copies=copies))
 
-            def leaf(value: Any) -> Any:
-                if isinstance(value, jax.ShapeDtypeStruct):
+            def node(value: Any) -> Any:
+                if any(isinstance(part, jax.ShapeDtypeStruct) for part in jax.tree.leaves(value)):
                     return jax.eval_shape(change, value)
                 # On every device by itself: over all of them at once, XLA would make them exchange parts.
-                return put(change(whole(value)), NamedSharding(mesh, spec))
+                value = change(jax.tree.map(whole, value))
+                return jax.tree.map(lambda part: put_part(part, NamedSharding(mesh, spec)), value)
 
-            return jax.tree.map(leaf, tree)
+            return jax.tree.map(node, tree, is_leaf=lambda value: isinstance(value, BlockMatrix))
 
         clone.config = config_with_copies(config, copies)
         clone.qkv, clone.o = changed(self.qkv, _copied_kv_heads, P(axis)), copy.copy(self.o)
@@ -168,19 +170,35 @@ def _padded_group(config: ModelConfig, copies: int) -> int:
     return -(-config.num_heads // config.num_kv_heads // copies) * copies
 
 
-@functools.partial(jax.jit, static_argnames=("config", "copies"))
-def _padded_queries(weight: Float[Array, "E O"], config: ModelConfig, copies: int) -> Float[Array, "E P"]:
-    """The output projection with columns of zeros for heads that only fill up a group."""
+def _padded_queries(weight: Array | BlockMatrix, config: ModelConfig, copies: int) -> Any:
+    """The output projection `[E, O]` as `[E, P]`, with columns of zeros for heads that only fill up a group.
+
+    Each head gets scales of its own, unless an output has only one: 4 heads of 64 with groups of 128 get groups of 64.
+    """
+    if isinstance(weight, BlockMatrix):
+        rows, change = unpacked(weight), functools.partial(_padded_queries, config=config, copies=copies)
+
+        def per_head(part: Array) -> Array:
+            size = rows.shape[-1] // part.shape[-1]
+            return change(jnp.repeat(part, size // math.gcd(size, config.head_dim), axis=-1))
+
+        padded = rows.with_arrays(per_head)
+        padded = dataclasses.replace(padded, scale=rows.scale) if has_one_scale(rows) else padded
+        local = padded.shape[-1] // (config.num_kv_heads * copies)  # on a device: pairs of codes lie 16 inputs apart
+        return packed(padded) if weight.bits == 4 and local % INPUTS == 0 else padded
     group = config.num_heads // config.num_kv_heads
     weight = weight.reshape(weight.shape[0], config.num_kv_heads, group, -1)  # a head's numbers, or their scales
     more = _padded_group(config, copies) - group
     return jnp.pad(weight, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(weight.shape[0], -1)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "copies"))
-def _copied_kv_heads(weight: Array, config: ModelConfig, copies: int) -> Array:
+def _copied_kv_heads(weight: Array | BlockMatrix, config: ModelConfig, copies: int) -> Array | BlockMatrix:
     """`[K, (G + 2) * H, ...]` as `[K * copies, (G' / copies + 2) * H, ...]`: each key and value repeated, and G' of
     `_padded_group`."""
+    if isinstance(weight, BlockMatrix):
+        change = functools.partial(_copied_kv_heads, config=config, copies=copies)
+        rows = unpacked(weight).with_arrays(lambda x: change(x.reshape(config.num_kv_heads, -1, x.shape[-1])))
+        return packed(rows) if weight.bits == 4 else rows
     group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
     padded = _padded_group(config, copies)
     weight = weight.reshape(config.num_kv_heads, group + 2, head_dim, *weight.shape[2:])

@@ -160,10 +160,25 @@ def with_matrices_for_xla(model: Any) -> Any:
     return jax.tree.map(for_xla, model, is_leaf=lambda node: isinstance(node, BlockMatrix))
 
 
+def without_tiles(model: Any, tensor: int) -> Any:
+    """A model with none of its matrices in tiles, as they are spread over `tensor` devices that share a layer.
+
+    Raises:
+      OptionError: a matrix is laid out for one device: its several axes of outputs, which are one, cannot be divided.
+    """
+
+    def change(node: Any) -> Any:
+        if _is_blocks(node) and node.output_axes > 1 and tensor > 1 and len(node.codes.devices()) == 1:
+            raise OptionError(f"--tensor-parallel {tensor}: the quantised model was read for one device; give its path")
+        return blocks.untiled(node) if _is_blocks(node) else node
+
+    return jax.tree.map(change, model, is_leaf=_is_blocks)
+
+
 def chosen(matrix: Float[Array, "O I"] | BlockMatrix, rows: np.ndarray) -> Float[Array, "R I"] | BlockMatrix:
     """Some rows of a matrix, in the same form."""
     if isinstance(matrix, BlockMatrix):
-        host = matrix.with_arrays(np.asarray) if matrix.is_tiled else matrix
+        host = matrix.with_arrays(np.asarray if matrix.is_tiled else whole)
         return laid_out(host.chosen(rows), matrix.activations)
     return _take(whole(matrix), rows)
 
@@ -179,7 +194,9 @@ def laid_out(matrix: BlockMatrix, activations: str | None = None) -> BlockMatrix
     """
     if matrix.is_tiled or matrix.output_axes:
         return matrix
-    if not _has_kernel(matrix.shape[-1]):
+    from failfast_jax.kernels import cpu_blocks  # brings LLVM
+
+    if not _has_kernel(matrix.shape[-1]) or cpu_blocks.refuses(matrix):
         return for_xla(matrix.with_arrays(jax.device_put))
     host = matrix.with_arrays(np.asarray, activations=activations or "int8")
     return blocks.tiled(host).with_arrays(jax.device_put)

@@ -34,6 +34,7 @@ from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import (
     ONE_DEVICE,
+    TENSOR,
     Execution,
     constrain,
     execution_of,
@@ -134,11 +135,7 @@ class Decoder(nnx.Module):
         """Returns input embeddings."""
         axis = self.execution.vocab
         if axis is None:
-            rows = self.embed[...][tokens].astype(self.dtype)
-            if self.mask_row is None:
-                return rows
-            is_mask = tokens == self.embed[...].shape[0] - 1
-            return jnp.where(is_mask[..., None], self.mask_row[...], rows)
+            return self._with_mask(tokens, self.embed[...][tokens].astype(self.dtype))
 
         def look_up(embed, tokens):
             local = tokens - jax.lax.axis_index(axis) * embed.shape[0]
@@ -148,7 +145,14 @@ class Decoder(nnx.Module):
 
         rows, embed = P(self.execution.batch), self.embed[...]
         spec = parameter_specs({"embed": embed}, self.execution)["embed"]
-        return self.execution.per_device(look_up, (spec, rows), rows)(embed, tokens)
+        return self._with_mask(tokens, self.execution.per_device(look_up, (spec, rows), rows)(embed, tokens))
+
+    def _with_mask(self, tokens: Int[Array, "*R"], rows: Float[Array, "*R E"]) -> Float[Array, "*R E"]:
+        """The rows of an embedding, those of masks from `mask_row`, if there is one."""
+        if self.mask_row is None:
+            return rows
+        is_mask = tokens == self.embed[...].shape[0] - 1
+        return jnp.where(is_mask[..., None], self.mask_row[...], rows)
 
     def window(
         self,
@@ -253,7 +257,7 @@ class Decoder(nnx.Module):
         if mesh is None:
             return self if kernel is None else self.with_execution(Execution(kernel=kernel))
         execution = execution_of(self.config, mesh, drafter=drafter, kernel=kernel)
-        model = self.with_execution(execution)
+        model = quantization.without_tiles(self, execution.parts(TENSOR)).with_execution(execution)
         specs = parameter_specs(model, execution)
         place = functools.partial(NamedSharding, execution.mesh)
         spread = jax.tree_util.tree_map_with_path(
@@ -371,7 +375,7 @@ def _with_row(weight: Float[Array, "V E"] | BlockMatrix, row: Float[Array, " E"]
         def with_zeros(part: Array) -> Array:
             return jnp.concatenate([part, jnp.zeros_like(jax.lax.slice_in_dim(part, 0, 1, axis=axis))], axis=axis)
 
-        longer = untiled(weight).with_arrays(with_zeros)
+        longer = untiled(weight).with_arrays(lambda part: with_zeros(whole(part)))
         return quantization.laid_out(longer, weight.activations) if weight.is_tiled else longer
     return _concatenated(whole(weight), whole(row))
 

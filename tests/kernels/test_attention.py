@@ -217,3 +217,10 @@ def test_rotation_and_writing_are_those_of_plain_jnp(lanes, dtype, head_dim):
         ours, plain = (np.asarray(array, np.float32) for array in (ours, plain))
         np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(got[1][1][:, :, :41], cache[1][:, :, :41])
+
+
+def test_a_window_longer_than_the_cache_is_not_written():
+    cache = tuple(jnp.zeros((1, 2, 4, 32)) for _ in range(2))
+    window = Window(*normal(2, 2, 1, 5, 1, 16), np.zeros(1, np.int32), np.int32(5))
+    with pytest.raises(ValueError, match="wants caches .* of at least W positions"):
+        cpu_attention.rotate_and_write(jnp.zeros((1, 5, 2, 3, 32)), cache, window)

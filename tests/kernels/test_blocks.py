@@ -193,6 +193,14 @@ def test_rounding_moves_a_number_by_half_a_step_at_most(bits, error):
         blocks.rounded(jnp.ones((4, 40)), bits)
 
 
+@pytest.mark.parametrize("change", [np.float32, np.int8, lambda scale: np.repeat(scale, 4, axis=1)])
+def test_scales_that_the_kernel_cannot_read_are_refused(change):
+    matrix = random_blocks(8, 32, False, 0)
+    tiles = blocks.tiled(dataclasses.replace(matrix, scale=change(matrix.scale)))
+    with pytest.raises(ValueError, match=r"product by blocks \[72, 768\]: scales .*wants float16"):
+        cpu_blocks.product(numbers(1), tiles)
+
+
 def test_rows_that_are_not_finite_give_none_that_are():
     tiles = dataclasses.replace(blocks.tiled(random_blocks(4, 32, True, 0)), activations="int8")
     x = numbers(3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -15,11 +17,13 @@ from tiny_models import random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
+from failfast_jax.decoding import picking
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import cpu_blocks, cpu_kernels
+from failfast_jax.kernels import blocks, cpu_blocks, cpu_kernels
 from failfast_jax.kernels.blocks import BlockMatrix, numbers
-from failfast_jax.models import quantization
+from failfast_jax.kernels.row_operations import product
+from failfast_jax.models import quantization, sharding, transformer
 from failfast_jax.models.layers import Linear
 from failfast_jax.util import progress
 
@@ -112,6 +116,8 @@ def test_bad_input_is_named_before_anything_is_read():
         load_pair("nowhere", method="lookup", quantize_drafter="int8")
     with pytest.raises(OptionError, match="--activations int9: must be 'int8' or 'float32'"):
         FailFast("nowhere", activations="int9")
+    with pytest.raises(OptionError, match="--activations int9: must be one of int8, float32"):
+        load_model("nowhere", quantize="int8", activations="int9")
 
 
 # What is computed in, and what it takes.
@@ -220,3 +226,64 @@ def test_savings_are_those_of_the_shapes():
     assert quantization.savings(model) == {"int8": floats - int8, "int4": floats - int4}
     assert quantization.savings(model.quantized("int4")) == {}
     assert quantization.parameter_bytes(model, model) == 0
+
+
+# Models in blocks on a mesh, here of one device.
+
+
+@pytest.mark.parametrize("layout", [blocks.untiled, lambda matrix: quantization.for_xla(blocks.untiled(matrix))])
+@pytest.mark.parametrize(("bits", "group", "head_dim"), [(8, 192, 32), (8, 32, 32), (4, 64, 32), (4, 32, 16)])
+def test_copies_of_heads_in_blocks_have_the_same_numbers(bits, group, head_dim, layout):
+    model = random_model(tiny_config(num_heads=192 // head_dim, num_kv_heads=2, head_dim=head_dim, hidden_size=192))
+    attention, exact = copy.deepcopy(model.layers[0].attention), model.layers[0].attention
+    for name in ("qkv", "o"):
+        matrix = blocks.rounded(getattr(exact, name).weight[...], bits, group)
+        getattr(exact, name).weight = nnx.Param(numbers(matrix))
+        getattr(attention, name).weight = nnx.Param(layout(matrix))
+    mesh = sharding.make_mesh()
+    small, exact = (each.with_copies(2, mesh, sharding.TENSOR) for each in (attention, exact))
+    for name in ("qkv", "o"):
+        matrix, expected = (getattr(each, name).weight[...] for each in (small, exact))
+        assert isinstance(matrix, BlockMatrix)
+        np.testing.assert_array_equal(numbers(matrix), expected)
+
+
+def test_a_matrix_laid_out_for_one_device_is_not_divided():
+    matrix = blocks.rounded(jax.numpy.ones((2, 16, 64)), 4)
+    with pytest.raises(OptionError, match="--tensor-parallel 2: the quantised model was read for one device"):
+        quantization.without_tiles(quantization.for_xla(matrix), 2)
+
+
+def test_masks_are_embedded_where_the_vocabulary_is_spread():
+    drafter = transformer.as_untrained_drafter(random_model(tiny_config(**SIZES)).quantized(), 8)
+    tokens = np.array([[3, drafter.config.vocab_size - 1]])
+    expected = drafter.embedded(tokens)
+    drafter.execution = sharding.Execution(mesh=sharding.make_mesh(), vocab=sharding.TENSOR)
+    np.testing.assert_array_equal(drafter.embedded(tokens), expected)
+    assert np.abs(expected[0, 1]).max() > 0
+
+
+def test_rows_of_a_matrix_with_one_scale_are_not_tiled():
+    matrix = blocks.rounded(np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32), 8, 64)
+    chosen = quantization.chosen(jax.tree.map(jax.numpy.asarray, matrix), np.arange(0, 40, 2))
+    assert not chosen.is_tiled
+    x = np.ones((1, 64), np.float32)
+    np.testing.assert_allclose(product(x, chosen), x @ numbers(matrix)[::2].T, rtol=1e-5)
+
+
+def test_blocks_of_several_processes_are_gathered_before_rows_are_taken(monkeypatch):
+    gathered = []
+    for module in (quantization, transformer):
+        monkeypatch.setattr(module, "whole", lambda part: gathered.append(part.shape) or part)
+    matrix = jax.tree.map(jax.numpy.asarray, blocks.rounded(np.ones((4, 64), np.float32), 8, 64))
+    quantization.chosen(matrix, np.arange(2))
+    assert gathered == [(4, 64), (4, 1)]
+    target = random_model(tiny_config(**SIZES, tie_embeddings=True)).quantized()
+    transformer.as_untrained_drafter(target, 8)
+    assert gathered[2:-1] == [part.shape for part in jax.tree.leaves(blocks.untiled(target.embed[...]))]
+
+
+def test_argmax_of_logits_on_a_mesh_is_xlas():
+    execution = sharding.Execution(mesh=sharding.make_mesh(), vocab=sharding.TENSOR)
+    text = jax.jit(functools.partial(picking.argmax, execution=execution)).lower(jax.numpy.ones((1, 2, 64))).as_text()
+    assert "failfast" not in text

@@ -146,6 +146,25 @@ def check_int8(target: Decoder, drafter: Decoder) -> None:
     assert list(collectives(rounding)) == ["all-reduce"]
 
 
+def check_copied_heads() -> None:
+    """A model that is in blocks has its KV heads copied, and gives the text of its numbers."""
+    sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "hidden_size": 64, "intermediate_size": 128}
+    target = random_model(tiny_config(**sizes, num_layers=1))
+    small = target.quantized("int4")
+    exact = jax.tree.map(
+        lambda node: blocks.numbers(node) if isinstance(node, blocks.BlockMatrix) else node,
+        small,
+        is_leaf=lambda node: isinstance(node, blocks.BlockMatrix),
+    )
+    assert answers(FailFast(small, tensor_parallel=4), "vanilla", 1) == answers(FailFast(exact), "vanilla", 1)
+    folder = GOLDEN / "field" / "qwen3_a"
+    for scheme in quantization.SCHEMES:
+        engine = FailFast(folder, tensor_parallel=4, quantize=scheme)
+        exact = FailFast(load_model(folder), tensor_parallel=4)
+        assert isinstance(engine.target.layers[0].attention.o.weight[...], blocks.BlockMatrix), scheme
+        assert engine.target.config == exact.target.config
+
+
 def main() -> None:
     sizes = {"num_heads": 12, "num_kv_heads": 4, "hidden_size": 64, "intermediate_size": 64}
     target = random_model(tiny_config(**sizes, o_bias=True, mlp_bias=True, tie_embeddings=False))
@@ -164,6 +183,7 @@ def main() -> None:
     check_files()
     check_int8(target, drafter)
     check_int4(target)
+    check_copied_heads()
     with tempfile.TemporaryDirectory() as folder:
         check_blocks_of_a_file(Path(folder))
     check_readers_of_features(target, expected[1][0])

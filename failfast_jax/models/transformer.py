@@ -113,8 +113,12 @@ class Decoder(nnx.Module):
           ids: `[B, L]` integers: an array, or lists.
 
         Raises:
-          ValueError: `ids` is not a 2-D integer array or holds ids outside the vocabulary.
+          ValueError: `ids` is not a 2-D integer array or holds ids outside the vocabulary; or the model is in blocks
+            and spread over devices, each of which has its own order of the MLP's outputs.
         """
+        gate_up = self.layers[0].mlp.gate_up.weight.get_value()
+        if self.execution.mesh is not None and isinstance(gate_up, BlockMatrix) and gate_up.output_axes:
+            raise ValueError("logits of a model in blocks on several devices: load it on one, or with widen=True")
         ids = np.asarray(ids)
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
             raise ValueError(f"ids must be a non-empty [B, L] integer array, got {ids.dtype} {ids.shape}")

@@ -126,6 +126,8 @@ def check_int4(target: Decoder) -> None:
     expected = blocks.widened(blocks.rounded(sharding.whole(weight), 4, matrix.group))
     np.testing.assert_array_equal(sharding.whole(blocks.widened(matrix)), expected)
     assert collectives(quantization.rounder(weight, 4, matrix.group)[0].lower(weight).compile()) == {}
+    with pytest.raises(ValueError, match="blocks on several devices"):
+        engine.target.logits([[1, 2, 3]])
 
 
 def check_int8(target: Decoder, drafter: Decoder) -> None:

@@ -68,7 +68,7 @@ def load_model(
       CheckpointError: nothing loadable is there, or its tensors are missing, unexpected, mis-shaped,
         damaged, or pickled.
       ConfigError: the model's configuration cannot be served.
-      OptionError: an unknown scheme or arithmetic, or its library is not installed.
+      OptionError: an unknown scheme or arithmetic.
       ValueError: an unknown dtype. (All errors above are ValueErrors, too.)
     """
     quantization.check(quantize)

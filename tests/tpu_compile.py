@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType as Quant
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax import decoding
-from failfast_jax.checkpoints.gguf_blocks import READERS as GGUF_READERS
+from failfast_jax.checkpoints.gguf_blocks import LAYOUTS as GGUF_LAYOUTS
 from failfast_jax.checkpoints.gguf_blocks import read_blocks
 from failfast_jax.decoding import diffusion_decoding, draft_states
 from failfast_jax.drafters import build_drafter
@@ -251,7 +251,7 @@ def check_products(device) -> None:
     place = SingleDeviceSharding(device)
     weight = jax.ShapeDtypeStruct((OUTPUTS, 2048), jnp.bfloat16, sharding=place)
     matrices = {scheme: quantization.rounded(weight, scheme) for scheme in quantization.SCHEMES}
-    for quant in GGUF_READERS:
+    for quant in GGUF_LAYOUTS:
         shapes = jax.eval_shape(blocks.transposed, of_quant(quant))
         matrices[quant.name] = jax.tree.map(lambda leaf: leaf.update(sharding=place), shapes)
     for name, matrix in matrices.items():

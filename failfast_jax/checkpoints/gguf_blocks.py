@@ -2,122 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
 from failfast_jax.kernels.blocks import BlockMatrix
 
-Stored = np.ndarray
-"""uint8 `[..., blocks, bytes of a block]`."""
+_K_SCALES = [("outer_scale", "<f2"), ("outer_minimum", "<f2"), ("levels", "u1", (3, 4))]
+LAYOUTS = {
+    Quant.Q4_0: [("scale", "<f2"), ("codes", "u1", 16)],
+    Quant.Q4_1: [("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)],
+    Quant.Q5_0: [("scale", "<f2"), ("fifth", "u1", 4), ("codes", "u1", 16)],
+    Quant.Q5_1: [("scale", "<f2"), ("minimum", "<f2"), ("fifth", "u1", 4), ("codes", "u1", 16)],
+    Quant.Q8_0: [("scale", "<f2"), ("codes", "i1", 32)],
+    Quant.Q4_K: [*_K_SCALES, ("codes", "u1", (4, 32))],
+    Quant.Q5_K: [*_K_SCALES, ("fifth", "u1", 32), ("codes", "u1", (4, 32))],
+    Quant.Q6_K: [("codes", "u1", (2, 2, 32)), ("high", "u1", (2, 1, 32)), ("scale", "i1", 16), ("outer_scale", "<f2")],
+}
+"""The bytes of a block, as fields of a numpy dtype. Those that `BlockMatrix` does not have are parts of others."""
+FOUR_BITS = (Quant.Q4_0, Quant.Q4_1, Quant.Q4_K)
 
 
-def _halves(stored: Stored) -> np.ndarray:
-    """float16 `[..., blocks]`, of the two bytes of each."""
-    return np.ascontiguousarray(stored).view(np.float16)[..., 0]
+def read_blocks(stored: np.ndarray, quant: Quant) -> BlockMatrix:
+    """Rows of a tensor, uint8 `[rows, blocks, bytes of a block]`, as they are stored."""
+    fields = stored.view(LAYOUTS[quant])[..., 0]
+    parts = {name: fields[name] for name in fields.dtype.names}
+    if "levels" in parts:
+        parts |= _k_scales(parts.pop("levels"), parts["outer_minimum"])
+    if quant in FOUR_BITS:
+        parts["codes"] = _k_pairs(parts["codes"]) if quant == Quant.Q4_K else parts["codes"]
+    elif quant == Quant.Q6_K:
+        parts["codes"] = _six_bits(parts["codes"], parts.pop("high"))
+    elif quant != Quant.Q8_0:
+        parts["codes"] = _five_bits(parts["codes"], parts.pop("fifth"), centred=quant == Quant.Q5_0)
+    rows = {name: np.ascontiguousarray(part).reshape(*stored.shape[:-2], -1) for name, part in parts.items()}
+    return BlockMatrix(**rows, bits=4 if quant in FOUR_BITS else 8)
 
 
-def _joined(codes: np.ndarray) -> np.ndarray:
-    """`[..., blocks, codes of a block]` as `[..., codes]`."""
-    return np.ascontiguousarray(codes).reshape(*codes.shape[:-2], -1)
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """`[..., 2, bytes]`: the lower halves of all bytes, then the upper ones."""
+    return np.stack([codes & 15, codes >> 4], axis=-2)
 
 
-def _nibbles(stored: Stored) -> np.ndarray:
-    """The lower halves of all bytes, then the upper ones."""
-    return np.concatenate([stored & 15, stored >> 4], axis=-1)
-
-
-def _bits(stored: Stored) -> np.ndarray:
-    """The bits of all bytes, lowest first."""
-    return np.unpackbits(stored, axis=-1, bitorder="little")
-
-
-def _q4_0(stored: Stored) -> dict[str, np.ndarray]:
-    return {"codes": _joined(stored[..., 2:]), "scale": _halves(stored[..., :2])}
-
-
-def _q4_1(stored: Stored) -> dict[str, np.ndarray]:
-    scale, minimum = _halves(stored[..., :2]), _halves(stored[..., 2:4])
-    return {"codes": _joined(stored[..., 4:]), "scale": scale, "minimum": minimum}
-
-
-def _q5_0(stored: Stored) -> dict[str, np.ndarray]:
-    codes = _nibbles(stored[..., 6:]) | _bits(stored[..., 2:6]) << 4
-    return {"codes": _joined(codes.view(np.int8) - 16), "scale": _halves(stored[..., :2])}
-
-
-def _q5_1(stored: Stored) -> dict[str, np.ndarray]:
-    codes = _nibbles(stored[..., 8:]) | _bits(stored[..., 4:8]) << 4
-    scale, minimum = _halves(stored[..., :2]), _halves(stored[..., 2:4])
-    return {"codes": _joined(codes.view(np.int8)), "scale": scale, "minimum": minimum}
-
-
-def _q8_0(stored: Stored) -> dict[str, np.ndarray]:
-    return {"codes": _joined(stored[..., 2:]).view(np.int8), "scale": _halves(stored[..., :2])}
-
-
-def _k_scales(stored: Stored) -> dict[str, np.ndarray]:
+def _k_scales(levels: np.ndarray, outer_minimum: np.ndarray) -> dict[str, np.ndarray]:
     """Both levels of Q4_K and Q5_K, whose 12 bytes hold eight scales and eight minima of 6 bits.
 
     The first four of each are the lower 6 bits of bytes 0 to 3 and 4 to 7; of the others bytes 8 to 11 hold 4 bits
     (scales below, minima above), and the upper 2 bits of the first eight bytes the rest.
     """
-    a, b, c = (stored[..., 4 + 4 * i : 8 + 4 * i] for i in range(3))
+    a, b, c = (levels[..., row, :] for row in range(3))
     scale = np.concatenate([a & 63, (c & 15) | (a >> 6) << 4], axis=-1)
     minimum = np.concatenate([b & 63, (c >> 4) | (b >> 6) << 4], axis=-1)
-    return {
-        "scale": _joined(scale.view(np.int8)),
-        "minimum": _joined(minimum.view(np.int8)),
-        "outer_scale": _halves(stored[..., :2]),
-        "outer_minimum": -_halves(stored[..., 2:4]),
-    }
+    return {"scale": scale.view(np.int8), "minimum": minimum.view(np.int8), "outer_minimum": -outer_minimum}
 
 
-def _k_nibbles(stored: Stored) -> np.ndarray:
-    """256 codes of 4 bits: of each 32 bytes, the lower halves come before the upper ones."""
-    groups = stored.reshape(*stored.shape[:-1], 4, 32)
-    return _nibbles(groups).reshape(*stored.shape[:-1], 256)
+def _k_pairs(codes: np.ndarray) -> np.ndarray:
+    """Q4_K's codes, of which 32 bytes hold a group of 32 in their lower halves and the next one in the upper ones."""
+    groups = _nibbles(codes)
+    return groups[..., :16] | groups[..., 16:] << 4
 
 
-def _q4_k(stored: Stored) -> dict[str, np.ndarray]:
-    groups = _k_nibbles(stored[..., 16:]).reshape(*stored.shape[:-1], 8, 32)
-    codes = groups[..., :16] | groups[..., 16:] << 4
-    return {"codes": _joined(codes.reshape(*stored.shape[:-1], 128)), **_k_scales(stored)}
+def _five_bits(codes: np.ndarray, fifth: np.ndarray, centred: bool) -> np.ndarray:
+    """Codes of Q5_0 and Q5_1, whose fifth bits are in the order of the codes, and of Q5_K."""
+    low = _nibbles(codes)
+    if codes.ndim == fifth.ndim:
+        bits = np.unpackbits(fifth, axis=-1, bitorder="little")
+    else:  # bit g of byte i belongs to code i of the group of 32 with number g
+        bits = fifth[..., None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return (low | bits.reshape(low.shape) << 4).view(np.int8) - np.int8(16 if centred else 0)
 
 
-def _q5_k(stored: Stored) -> dict[str, np.ndarray]:
-    # Bit g of byte i belongs to code i of the group of 32 with number g.
-    fifth = _bits(stored[..., 16:48, None]).swapaxes(-1, -2).reshape(*stored.shape[:-1], 256)
-    codes = _k_nibbles(stored[..., 48:]) | fifth << 4
-    return {"codes": _joined(codes.view(np.int8)), **_k_scales(stored)}
-
-
-def _q6_k(stored: Stored) -> dict[str, np.ndarray]:
-    low = stored[..., :128].reshape(*stored.shape[:-1], 2, 2, 32)
-    low = np.concatenate([low & 15, low >> 4], axis=-2)  # of 128 codes: two lower halves, two upper ones
-    high = stored[..., 128:192].reshape(*stored.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    codes = (low | (high & 3) << 4).reshape(*stored.shape[:-1], 256)
-    return {
-        "codes": _joined(codes.view(np.int8) - 32),
-        "scale": _joined(stored[..., 192:208]).view(np.int8),
-        "outer_scale": _halves(stored[..., 208:210]),
-    }
-
-
-READERS: dict[Quant, Callable[[Stored], dict[str, np.ndarray]]] = {
-    Quant.Q4_0: _q4_0,
-    Quant.Q4_1: _q4_1,
-    Quant.Q5_0: _q5_0,
-    Quant.Q5_1: _q5_1,
-    Quant.Q8_0: _q8_0,
-    Quant.Q4_K: _q4_k,
-    Quant.Q5_K: _q5_k,
-    Quant.Q6_K: _q6_k,
-}
-FOUR_BITS = (Quant.Q4_0, Quant.Q4_1, Quant.Q4_K)
-
-
-def read_blocks(stored: Stored, quant: Quant) -> BlockMatrix:
-    """Rows of a tensor, uint8 `[rows, blocks, bytes of a block]`, as they are stored."""
-    return BlockMatrix(**READERS[quant](stored), bits=4 if quant in FOUR_BITS else 8)
+def _six_bits(codes: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Q6_K's codes, of 128 at a time: lower 4 bits of two groups of 32, of the other two in the upper halves of bytes;
+    upper 2 bits of the four groups in the same 32 bytes."""
+    low = np.concatenate([codes & 15, codes >> 4], axis=-2)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    return (low | high << 4).view(np.int8) - np.int8(32)

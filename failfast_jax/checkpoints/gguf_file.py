@@ -212,7 +212,7 @@ def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: i
         stored = read_array(path, np.dtype(np.uint8), (shape[0], shape[1] // block, block_bytes), begin)
         return gguf_blocks.read_blocks(stored, quant)
 
-    in_blocks = quant in gguf_blocks.READERS and len(shape) == 2 and shape[1] % INPUTS == 0
+    in_blocks = quant in gguf_blocks.LAYOUTS and len(shape) == 2 and shape[1] % INPUTS == 0
     dtype = _PLAIN.get(quant, np.dtype(np.float32))
     return StoredTensor(name, shape, dtype, path, read, read_blocks if in_blocks else None)
 

@@ -161,7 +161,7 @@ def test_outer_scales_become_so_fine_that_a_device_has_its_own():
         blocks.divisible(matrix, 48)
 
 
-@pytest.mark.parametrize("quant", gguf_blocks.READERS, ids=lambda quant: quant.name)
+@pytest.mark.parametrize("quant", gguf_blocks.LAYOUTS, ids=lambda quant: quant.name)
 def test_blocks_of_gguf_are_the_numbers_of_its_package(quant):
     size, size_bytes = gguf.GGML_QUANT_SIZES[quant]
     stored = np.random.default_rng(0).integers(0, 256, (OUTPUTS, INPUTS // size, size_bytes), np.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from failfast_jax.models.config_keys import QUANTISED, UNQUANTISED
 from failfast_jax.util import values
 
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
-READ: dict[str, dict[str, tuple[Any, ...]]] = {
+SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     AWQ: {"version": (None, "gemm", "GEMM"), "bits": (4,)},
     GPTQ: {"checkpoint_format": (None, "gptq", "gptq_v2"), "desc_act": (None, False), "bits": (4, 8)},
     COMPRESSED: {
@@ -33,22 +33,19 @@ READ: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 """By `quant_method`, the settings that change the numbers or their layout, and the values that are read."""
+FORMER_KEYS = {AWQ: {"bits": "w_bit", "group_size": "q_group_size", "version": "format"}}
+FORMER_KEYS |= {GPTQ: {"checkpoint_format": "format"}, COMPRESSED: {"bits": "num_bits"}}
+NAMES = {
+    "codes": ("qweight", "weight_packed"),
+    "scales": ("scales", "weight_scale"),
+    "zeros": ("qzeros", "weight_zero_point"),
+    "indices": ("g_idx", "weight_g_idx"),
+}
+"""Names of a matrix's tensors after that of its module: AWQ's and GPTQ's, and compressed-tensors'. `indices`: the group
+of each input."""
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """AWQ's words hold outputs 0 2 4 6 1 3 5 7, from the lowest bits up: output 1 is number 4 of them."""
-AGAIN = "its config.json and weights do not belong together, or are damaged: download both again"
-
-
-class PackedNames(NamedTuple):
-    """Names of a matrix's tensors, after that of its module; `indices`: the group of each input."""
-
-    codes: str
-    scales: str
-    zeros: str
-    indices: str
-
-
-NAMES = dict.fromkeys((AWQ, GPTQ), PackedNames("qweight", "scales", "qzeros", "g_idx"))
-NAMES[COMPRESSED] = PackedNames("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+MISMATCH = "its config.json and weights do not belong together, or are damaged: download both again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +54,12 @@ class Packing:
 
     Attributes:
       where: the file and the key.
-      method: one of `READ`.
+      method: one of `SUPPORTED`.
       bits: 4 or 8.
       group: inputs with one scale; None: all.
       has_zeros: zeros are stored; otherwise they are the middle code.
       is_first_version: GPTQ's, whose stored zeros are one less than they are.
-      floats: modules that are not packed.
+      unpacked_modules: modules that are not packed.
     """
 
     where: str
@@ -71,12 +68,7 @@ class Packing:
     group: int | None
     has_zeros: bool
     is_first_version: bool
-    floats: tuple[str, ...]
-
-    @property
-    def names(self) -> PackedNames:
-        """Names of a matrix's tensors."""
-        return NAMES[self.method]
+    unpacked_modules: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.where} ({self.method}, {self.bits} bits, group_size {self.group or -1})"
@@ -95,7 +87,7 @@ def read_packing(raw: Mapping[str, Any], where: values.Where) -> Packing | None:
     method = str(settings.get("quant_method", "bitsandbytes" if "load_in_8bit" in settings else "unknown"))
     if raw.get("quantization"):
         method = "MLX"
-    if method not in READ:
+    if method not in SUPPORTED:
         raise _refusal(place, quoted(method))
     packings = {_read_scheme(scheme, method, place) for scheme in _schemes(settings, method)}
     if len(packings) != 1:
@@ -109,20 +101,18 @@ def _refusal(place: str, method: str) -> CheckpointError:
 
 def _schemes(settings: Mapping[str, Any], method: str) -> list[dict[str, Any]]:
     """The settings of each kind of matrix, without levels, under today's names of the keys."""
-    older = {AWQ: {"bits": "w_bit", "group_size": "q_group_size", "version": "format"}}
-    older |= {GPTQ: {"checkpoint_format": "format"}, COMPRESSED: {"bits": "num_bits"}}
     groups = settings.get("config_groups") if method == COMPRESSED else {"": {}}
     flat = []
     for scheme in groups.values() if isinstance(groups, Mapping) else ():
         scheme = scheme if isinstance(scheme, Mapping) else {}
         weights = scheme["weights"] if isinstance(scheme.get("weights"), Mapping) else {}
         levels = {**settings, **{key: value for key, value in scheme.items() if value is not None}, **weights}
-        flat.append({key: levels.get(name) for key, name in older[method].items()} | levels)
+        flat.append({key: levels.get(name) for key, name in FORMER_KEYS[method].items()} | levels)
     return flat
 
 
 def _read_scheme(scheme: Mapping[str, Any], method: str, place: str) -> Packing:
-    for key, allowed in READ[method].items():
+    for key, allowed in SUPPORTED[method].items():
         if scheme.get(key) not in allowed:
             raise _refusal(place, f"{method} with {key} {quoted(scheme.get(key))}")
     size = -1 if scheme.get("strategy") == "channel" else values.number(scheme, "group_size", place, least=-1)
@@ -136,7 +126,7 @@ def _read_scheme(scheme: Mapping[str, Any], method: str, place: str) -> Packing:
         group=None if size == -1 else size,
         has_zeros=method != COMPRESSED or scheme.get("symmetric") is False,
         is_first_version=method == GPTQ and scheme["checkpoint_format"] != "gptq_v2",
-        floats=tuple(values.entries(scheme, listed, place, str, [])),
+        unpacked_modules=tuple(values.entries(scheme, listed, place, str, [])),
     )
 
 
@@ -146,22 +136,25 @@ def packed_matrices(tensors: Mapping[str, StoredTensor], packing: Packing) -> di
     Raises:
       CheckpointError: the settings and the tensors contradict each other; names both.
     """
-    names, rest = packing.names, dict(tensors)
-    modules = [name.removesuffix(f".{names.codes}") for name in tensors if name.endswith(f".{names.codes}")]
+    names, rest = {part: both[packing.method == COMPRESSED] for part, both in NAMES.items()}, dict(tensors)
+    modules = [name.removesuffix(f".{names['codes']}") for name in tensors if name.endswith(f".{names['codes']}")]
     if not modules:
-        raise CheckpointError(f"{packing}: the weights have no tensor *.{names.codes}; {AGAIN}")
+        raise CheckpointError(f"{packing}: the weights have no tensor *.{names['codes']}; {MISMATCH}")
+    if not packing.has_zeros:
+        del names["zeros"]
     for module in modules:
-        expected = [name for name in names if packing.has_zeros or name != names.zeros]
-        parts = {name: part for name in expected if (part := rest.pop(f"{module}.{name}", None)) is not None}
+        parts = {part: rest.pop(f"{module}.{name}", None) for part, name in names.items()}
         rest.pop(f"{module}.weight_shape", None)  # which the other shapes say, too
-        codes = parts[names.codes]
-        if listed := [entry for entry in packing.floats if f".{module}".endswith(f".{entry}")]:
-            raise CheckpointError(f"{_tensor(codes)} is packed, and {packing} lists {quoted(listed[0])}; {AGAIN}")
-        shape = _checked_shape(parts, packing)
-        read = functools.partial(_read, parts, shape, packing)
+        codes = parts["codes"]
+        if listed := [entry for entry in packing.unpacked_modules if f".{module}".endswith(f".{entry}")]:
+            raise CheckpointError(f"{_tensor(codes)} is packed, and {packing} lists {quoted(listed[0])}; {MISMATCH}")
+        if absent := [names[part] for part, tensor in parts.items() if tensor is None and part != "indices"]:
+            raise CheckpointError(f"{_tensor(codes)} has no {absent[0]} beside it, as {packing} wants; {MISMATCH}")
+        parts = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        shape, read = _checked_shape(parts, packing), functools.partial(_read, parts, packing)
         rest[f"{module}.weight"] = StoredTensor(codes.name, shape, np.dtype(np.float32), codes.file, read_blocks=read)
     if other := [tensor for tensor in rest.values() if tensor.dtype not in DTYPES.values()]:
-        raise CheckpointError(f"{_tensor(other[0])} is no part of a matrix of {packing}; {AGAIN}")
+        raise CheckpointError(f"{_tensor(other[0])} is no part of a matrix of {packing}; {MISMATCH}")
     return rest
 
 
@@ -170,49 +163,48 @@ def _tensor(tensor: StoredTensor) -> str:
 
 
 def _checked_shape(parts: Mapping[str, StoredTensor], packing: Packing) -> tuple[int, int]:
-    """Outputs and inputs of a packed matrix; CheckpointError: its tensors are not as the settings have them."""
-    names, per_word, codes = packing.names, 32 // packing.bits, parts[packing.names.codes]
-    rows, columns = codes.shape if len(codes.shape) == 2 else (0, 0)
-    shapes = {AWQ: (columns * per_word, rows), GPTQ: (columns, rows * per_word), COMPRESSED: (rows, columns * per_word)}
-    outputs, inputs = shapes[packing.method]
+    """Outputs and inputs of a packed matrix; CheckpointError: its tensors are not as the settings have them.
+
+    AWQ and GPTQ store all tensors transposed. Words of AWQ's codes, and of all zeros, hold several outputs, those of
+    other codes several inputs: with 4 bits, 64 outputs and 256 inputs, codes are `[8, 256]` and `[64, 32]`.
+    """
+    step, per_word, codes = 1 if packing.method == COMPRESSED else -1, 32 // packing.bits, parts["codes"]
+    rows, columns = codes.shape[::step] if len(codes.shape) == 2 else (0, 0)
+    outputs, inputs = (rows * per_word, columns) if packing.method == AWQ else (rows, columns * per_word)
     group = packing.group or inputs
     if not inputs or not outputs or inputs % INPUTS or inputs % group:
         raise CheckpointError(
-            f"{_tensor(codes)} has {inputs} inputs, no multiple of {INPUTS} or of the group of {packing}; {AGAIN}"
+            f"{_tensor(codes)} has {inputs} inputs, no multiple of {INPUTS} or of the group of {packing}; {MISMATCH}"
         )
-    groups, words = inputs // group, -(-outputs // per_word)
-    expected = {names.codes: codes.shape, names.scales: (groups, outputs), names.indices: (inputs,)}
-    expected |= {names.zeros: (groups, words)} if packing.has_zeros else {}
-    if packing.method == COMPRESSED:
-        expected |= {name: expected[name][::-1] for name in (names.scales, names.zeros) if name in expected}
-    for name, shape in expected.items():
-        if (tensor := parts.get(name)) is None:
-            if name != names.indices:
-                raise CheckpointError(f"{_tensor(codes)} has no {name} beside it, as {packing} wants; {AGAIN}")
-        elif tensor.shape != shape or tensor.dtype not in (DTYPES.values() if name == names.scales else (np.int32,)):
-            kind = "floats" if name == names.scales else "int32"
-            raise CheckpointError(f"{_tensor(tensor)} must be {kind} {list(shape)}, for {packing}; {AGAIN}")
+    groups = inputs // group
+    shapes = {"codes": (rows, columns), "scales": (outputs, groups), "indices": (inputs,)}
+    shapes["zeros"] = (-(-outputs // per_word), groups)
+    for part, tensor in parts.items():
+        kind, dtypes = ("floats", DTYPES.values()) if part == "scales" else ("int32", (np.int32,))
+        if tensor.shape != (shape := shapes[part][::step]) or tensor.dtype not in dtypes:
+            raise CheckpointError(f"{_tensor(tensor)} must be {kind} {list(shape)}, for {packing}; {MISMATCH}")
     return outputs, inputs
 
 
-def _read(parts: Mapping[str, StoredTensor], shape: tuple[int, int], packing: Packing) -> BlockMatrix:
+def _read(parts: Mapping[str, StoredTensor], packing: Packing) -> BlockMatrix:
     """A matrix `[outputs, inputs]` in blocks; CheckpointError: act-order, or scales that are not finite or too fine."""
-    (outputs, inputs), bits = shape, packing.bits
-    codes, scale, zeros, indices = (
-        None if (part := parts.get(name)) is None else part.read(0, part.shape[0]) for name in packing.names
-    )
-    if indices is not None and (indices != np.arange(inputs) // (packing.group or inputs)).any():
-        raise _refusal(_tensor(parts[packing.names.indices]), f"{packing.method} with act-order")
-    scale = _halves(parts[packing.names.scales], scale)
-    unpack = functools.partial(_unpacked, bits=bits, order=AWQ_ORDER if packing.method == AWQ else None)
-    if packing.method == COMPRESSED:
-        zeros = unpack(zeros.T)[:, :outputs].T if packing.has_zeros else None
-        return _blocks(unpack(codes), scale, zeros, bits)
+    arrays = {part: tensor.read(0, tensor.shape[0]) for part, tensor in parts.items()}
+    indices = arrays.pop("indices", None)
+    if indices is not None and (indices != np.arange(len(indices)) // (packing.group or len(indices))).any():
+        raise _refusal(_tensor(parts["indices"]), f"{packing.method} with act-order")
+    arrays["scales"] = _halves(parts["scales"], arrays["scales"])
+    if packing.method != COMPRESSED:
+        arrays = {part: array.T for part, array in arrays.items()}
+    codes, scale, zeros = arrays["codes"], arrays["scales"], arrays.get("zeros")
+
+    def by_outputs(words: np.ndarray) -> np.ndarray:
+        return _unpacked(words.T, packing.bits, AWQ_ORDER if packing.method == AWQ else None).T[: len(scale)]
+
+    codes = by_outputs(codes) if packing.method == AWQ else _unpacked(codes, packing.bits)
     if packing.is_first_version:
         # 0x77777777 becomes 0x88888888; with carries, as a zero of 0 is stored as -1.
-        zeros = zeros.view(np.uint32) + np.uint32(0xFFFFFFFF // (2**bits - 1))
-    codes = unpack(codes.T) if packing.method == GPTQ else unpack(codes).T
-    return _blocks(codes, scale.T, unpack(zeros)[:, :outputs].T, bits)
+        zeros = zeros.view(np.uint32) + np.uint32(0xFFFFFFFF // (2**packing.bits - 1))
+    return _blocks(codes, scale, None if zeros is None else by_outputs(zeros), packing.bits)
 
 
 def _halves(tensor: StoredTensor, scale: np.ndarray) -> np.ndarray:
@@ -226,7 +218,7 @@ def _halves(tensor: StoredTensor, scale: np.ndarray) -> np.ndarray:
     return halves
 
 
-def _unpacked(words: np.ndarray, bits: int, order: np.ndarray | None) -> np.ndarray:
+def _unpacked(words: np.ndarray, bits: int, order: np.ndarray | None = None) -> np.ndarray:
     """uint8 `[R, W * 32 / bits]` from words `[R, W]` of 32 bits, the lowest bits first: 0x76543210 holds 0 1 .. 7."""
     codes = np.ascontiguousarray(words).view(np.uint8)
     if bits == 4:

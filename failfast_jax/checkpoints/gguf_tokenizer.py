@@ -19,7 +19,7 @@ from failfast_jax.errors import CheckpointError, InputError, is_failure, quoted
 from failfast_jax.util import values
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
 # Values of `gguf.TokenType`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
@@ -46,11 +46,15 @@ class GGUFTokenizer:
     def __init__(self, transformers: Callable[[], ModuleType], **arguments: Any):
         self._transformers, self._arguments = transformers, arguments
         self.chat_template, self.clean_up_tokenization_spaces = arguments["chat_template"], False
-        names = {name: token for name, token in arguments.items() if name.endswith("_token") and token is not None}
-        self.special_tokens_map = names
         self.backend = backend = arguments["tokenizer_object"]
-        known = {token.content for token in self.added_tokens_decoder.values()}
+        self.get_vocab = backend.get_vocab
+        names = self.special_tokens_map = {name: arguments[name] for name in SPECIAL if arguments[name] is not None}
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_special_tokens([token for token in dict.fromkeys(names.values()) if token not in known])
+        self.added_tokens_decoder = backend.get_added_tokens_decoder()
+        for name in SPECIAL:
+            setattr(self, name, arguments[name])
+            setattr(self, f"{name}_id", backend.token_to_id(names[name]) if name in names else None)
 
     @functools.cached_property
     def whole(self) -> Any:
@@ -59,19 +63,9 @@ class GGUFTokenizer:
         whole.chat_template = self.chat_template
         return whole
 
-    @property
-    def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """Tokens that stand in a text as they are, by id."""
-        return self.backend.get_added_tokens_decoder()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        names = self.special_tokens_map
-        if name in names or name in SPECIAL:
-            return names.get(name)
-        if (token := name.removesuffix("_id")) in SPECIAL:
-            return self.backend.token_to_id(names[token]) if token in names else None
         return getattr(self.whole, name)
 
     def __len__(self) -> int:
@@ -88,12 +82,7 @@ class GGUFTokenizer:
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         """Returns the text of ids as the tokens spell it."""
-        ids = [ids] if isinstance(ids, int) else ids
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def get_vocab(self) -> dict[str, int]:
-        """Returns all tokens, with their ids."""
-        return self.backend.get_vocab()
+        return self.backend.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
 
 
 def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:

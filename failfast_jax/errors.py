@@ -5,7 +5,9 @@ Names and values that come from files, folders and clients are shown without wha
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 LONGEST_LINE = 4000
@@ -51,6 +53,17 @@ class InputError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(map(printable, self.args))
+
+
+@contextlib.contextmanager
+def explaining(problem: str, kind: type[InputError]) -> Iterator[None]:
+    """Inside, a failure other than an `InputError` becomes one of this kind: `problem (failure)`."""
+    try:
+        yield
+    except BaseException as error:  # the Rust library of tokenizers raises bare Exceptions and panics
+        if isinstance(error, InputError) or not is_failure(error):
+            raise
+        raise kind(f"{problem} ({error})") from error
 
 
 class ConfigError(InputError):

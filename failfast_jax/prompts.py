@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax.errors import PromptError, is_failure
+from failfast_jax.errors import PromptError, explaining
 from failfast_jax.template_rendering import LONGEST_TEXT, has_template, render
 from failfast_jax.text_stream import TextStream
 
@@ -88,12 +88,8 @@ def answer_text(tokenizer: Any, prompt: Any, ids: Sequence[int], stop: Sequence[
 
 
 def _ids(text: str, tokenizer: Any, model_name: str, **options: Any) -> list[int]:
-    try:
+    with explaining(f"{model_name}: its tokenizer cannot take the prompt", PromptError):
         return tokenizer(text, **options)["input_ids"]
-    except BaseException as error:  # the Rust library raises bare Exceptions and panics
-        if isinstance(error, PromptError) or not is_failure(error):
-            raise
-        raise PromptError(f"{model_name}: its tokenizer cannot take the prompt ({error})") from None
 
 
 def _texts(prompt: Any) -> Iterator[str]:

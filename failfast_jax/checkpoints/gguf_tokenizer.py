@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from failfast_jax.checkpoints.gguf_file import GGUFFile
-from failfast_jax.errors import CheckpointError, InputError, is_failure, quoted
+from failfast_jax.errors import CheckpointError, explaining, quoted
 from failfast_jax.util import values
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
     from tokenizers import AddedToken
 
     vocabulary = _read_vocabulary(file, {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {})
-    try:
+    with explaining(f"{file.path}: its tokenizer cannot be built", CheckpointError):
         backend = _sentencepiece(vocabulary) if kind == "llama" else _byte_level(vocabulary)
         # The tokens that stand in the text as they are.
         kinds = {token: vocabulary.types[id] for token, id in vocabulary.ids.items()}
@@ -109,10 +109,6 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
         backend.add_tokens(
             [AddedToken(token, special=kind != _USER_DEFINED, normalized=False) for token, kind in literal.items()]
         )
-    except BaseException as error:  # the Rust library raises bare Exceptions and panics
-        if isinstance(error, InputError) or not is_failure(error):
-            raise
-        raise CheckpointError(f"{file.path}: its tokenizer cannot be built ({error})") from error
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     architecture = file.get(values.text, "general.architecture", None)
     return {

@@ -6,19 +6,18 @@ classes are named here, and `auto_map` is ignored.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.errors import CheckpointError, InputError, PromptError, is_failure, quoted
+from failfast_jax.errors import CheckpointError, PromptError, explaining, quoted
 from failfast_jax.models.model_config import ENDS, ModelConfig
 from failfast_jax.template_rendering import has_template, prepare
 from failfast_jax.text_stream import special_tokens
@@ -91,7 +90,7 @@ def _class_of(folder: Path) -> str | None:
 
 
 def _loaded(load: Callable[[], PreTrainedTokenizerBase], path: Path) -> PreTrainedTokenizerBase:
-    with _naming(path, "be read", CheckpointError):
+    with explaining(f"{path}: its tokenizer cannot be read", CheckpointError):
         tokenizer = load()
     # How long a text may be is checked by who asks.
     vars(tokenizer).get("deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -112,23 +111,13 @@ class _Guarded:
     model_path: Path
 
     def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
-        with _naming(self.model_path, "take this text", PromptError):
+        with explaining(f"{self.model_path}: its tokenizer cannot take this text", PromptError):
             work = functools.partial(super().__call__, text, *args, **options)
             return _in_time(work, text) if isinstance(text, str) and len(text) > SHORT else work()
 
     def decode(self, *args: Any, **options: Any) -> Any:
-        with _naming(self.model_path, "decode these tokens", CheckpointError):
+        with explaining(f"{self.model_path}: its tokenizer cannot decode these tokens", CheckpointError):
             return super().decode(*args, **options)
-
-
-@contextlib.contextmanager
-def _naming(path: Path, purpose: str, kind: type[InputError]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, InputError) or not is_failure(error):
-            raise
-        raise kind(f"{path}: its tokenizer cannot {purpose} ({error})") from error
 
 
 def _in_time(work: Callable[[], Any], text: str) -> Any:

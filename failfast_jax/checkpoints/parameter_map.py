@@ -121,17 +121,25 @@ class ReadPlan:
     """Parameter -> the (part, tensor) pairs that fill it."""
 
     def assemble(
-        self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None
+        self,
+        parameter: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        block: Block | None = None,
+        arrays: Sequence[np.ndarray] | None = None,
     ) -> np.ndarray:
-        """Reads a parameter, or a device's `block` of it, into a new host array.
+        """Reads a parameter, or a device's `block` of it, into a new host array; `arrays`: in place of its tensors.
 
         Raises:
           CheckpointError: NaN or infinity, stored or made by the cast.
         """
         block = block or tuple((0, size) for size in shape)
         out = aligned_empty(tuple(stop - start for start, stop in block), dtype)
-        for part, tensor in self.sources[parameter]:
-            tensor = tensor if tensor.read is not None else _widened(tensor)
+        for index, (part, tensor) in enumerate(self.sources[parameter]):
+            if arrays is not None:
+                tensor = _in_memory(tensor, arrays[index])
+            elif tensor.read is None:
+                tensor = _in_memory(tensor, widened(tensor.read_blocks()))
             segments = segments_of(out, part, self.config)
             # A fused parameter has one axis more in front: KV heads (qkv), or gate and up.
             # gate_up [2, 64, 32], block ((0, 2), (16, 32), (0, 32)): start 16 for both parts, columns None.
@@ -151,32 +159,17 @@ class ReadPlan:
 
     def assemble_blocks(self, parameter: str, shape: tuple[int, ...]) -> BlockMatrix:
         """Reads a parameter in blocks, of numpy's arrays; CheckpointError: a scale that is NaN or infinite."""
-        parts = [(part, tensor, tensor.read_blocks()) for part, tensor in self.sources[parameter]]
-        for _, tensor, stored in parts:
-            for values in jax.tree.leaves(stored):
-                if values.dtype == np.float16 and not is_finite(values):
-                    raise not_finite(tensor.name, tensor.file)
-        forms = same_form([stored for _, _, stored in parts])
+        forms = same_form([tensor.read_blocks() for _, tensor in self.sources[parameter]])
 
         def joined(*arrays: np.ndarray) -> np.ndarray:
-            out = np.empty((*shape[:-1], arrays[0].shape[-1]), arrays[0].dtype)
-            for (part, _, _), rows in zip(parts, arrays):
-                if part in self.table.interleaved:
-                    pairs = rows.reshape(-1, self.config.head_dim // 2, 2, rows.shape[-1])
-                    rows = pairs.swapaxes(1, 2).reshape(rows.shape)
-                start = 0
-                for segment in segments_of(out, part, self.config):
-                    segment[...] = rows[start : start + segment.shape[0]]
-                    start += segment.shape[0]
-            return out
+            return self.assemble(parameter, (*shape[:-1], arrays[0].shape[-1]), arrays[0].dtype, arrays=arrays)
 
         return jax.tree.map(joined, *forms)
 
 
-def _widened(tensor: StoredTensor) -> StoredTensor:
-    """The tensor with its numbers in memory."""
-    numbers = np.asarray(widened(tensor.read_blocks()))
-    return dataclasses.replace(tensor, read=lambda start, stop, out=None: numbers[start:stop])
+def _in_memory(tensor: StoredTensor, rows: np.ndarray) -> StoredTensor:
+    """The tensor with these rows: its numbers, or an array of its blocks."""
+    return dataclasses.replace(tensor, dtype=rows.dtype, read=lambda start, stop, out=None: rows[start:stop])
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -311,10 +304,10 @@ def check_layers(names: Iterable[str], layers: int, checkpoint: Path) -> None:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """True if an array of floats holds neither NaN nor infinity."""
+    """True if an array holds neither NaN nor infinity."""
     exponent = _EXPONENTS.get(values.dtype)
     if exponent is None:
-        return bool(np.isfinite(values).all())
+        return values.dtype.kind in "iu" or bool(np.isfinite(values).all())
     return not ((values.view(np.uint16) & exponent) == exponent).any()
 
 
@@ -339,14 +332,14 @@ class AbstractModule:
 
     graph: Any
     leaves: dict[str, nnx.Variable]
-    _paths: dict[str, tuple[Any, ...]]
+    _paths: tuple[tuple[Any, ...], ...]
 
     @classmethod
     def of(cls, module: nnx.Module) -> AbstractModule:
         """Takes an abstract module apart."""
         graph, state = nnx.split(module)
-        paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
-        return cls(graph, {name: leaf for name, (_, leaf) in zip(paths, nnx.to_flat_state(state))}, paths)
+        paths, leaves = zip(*nnx.to_flat_state(state))
+        return cls(graph, dict(zip((".".join(map(str, path)) for path in paths), leaves)), paths)
 
     @classmethod
     def made_by(cls, make: Callable[[nnx.Rngs], nnx.Module]) -> AbstractModule:
@@ -360,8 +353,5 @@ class AbstractModule:
 
     def filled(self, values: Mapping[str, Any]) -> Any:
         """Returns the module with these parameters, by dotted path; all others stay abstract."""
-        flat = {
-            self._paths[name]: leaf.replace(values[name]) if name in values else leaf
-            for name, leaf in self.leaves.items()
-        }
-        return nnx.merge(self.graph, nnx.from_flat_state(flat))
+        leaves = (leaf.replace(values[name]) if name in values else leaf for name, leaf in self.leaves.items())
+        return nnx.merge(self.graph, nnx.from_flat_state(zip(self._paths, leaves)))

@@ -178,7 +178,7 @@ def pass_program(
     def one_pass(_, carry):
         cache, tokens = carry
         hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + width)
-        proposed, confidence = argmax(drafter.logits(hidden[:, chunk]), confidence=True)
+        proposed, confidence = argmax(drafter.logits(hidden[:, chunk]), True, drafter.model.execution)
         # The proposal changes the next pass's tokens, so that no pass can be left out.
         return cache, tokens.at[:, chunk].set(jnp.where(confidence >= 0, proposed, tokens[:, chunk]))
 

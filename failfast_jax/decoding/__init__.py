@@ -11,43 +11,24 @@ state is (NNX modules and `flax.struct` dataclasses), so they are arguments like
     state = jax.jit(generate, static_argnames="plan", donate_argnames="state")(target, drafter, state, plan=plan)
 """
 
-from failfast_jax.decoding.decode_round import (
-    commit,
-    draft,
-    generate,
-    greedy_sampling,
-    init_state,
-    prefill,
-    prefill_chunk,
-    step,
-    stop_tokens,
-)
-from failfast_jax.decoding.decode_state import Prompts
-from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow, DraftSoFar, Never, StopRule
-from failfast_jax.decoding.verification import verify
-from failfast_jax.decoding.width_plan import Plan, buffer_length, make_plan, prefill_schedule
-
-__all__ = [
-    "BelowThreshold",
-    "CongestionWindow",
-    "DraftSoFar",
-    "Drafter",
-    "Never",
-    "Plan",
-    "Prompts",
-    "StopRule",
-    "buffer_length",
-    "commit",
-    "draft",
-    "generate",
-    "greedy_sampling",
-    "init_state",
-    "make_plan",
-    "prefill",
-    "prefill_chunk",
-    "prefill_schedule",
-    "step",
-    "stop_tokens",
-    "verify",
-]
+from failfast_jax.decoding.decode_round import commit as commit
+from failfast_jax.decoding.decode_round import draft as draft
+from failfast_jax.decoding.decode_round import generate as generate
+from failfast_jax.decoding.decode_round import greedy_sampling as greedy_sampling
+from failfast_jax.decoding.decode_round import init_state as init_state
+from failfast_jax.decoding.decode_round import prefill as prefill
+from failfast_jax.decoding.decode_round import prefill_chunk as prefill_chunk
+from failfast_jax.decoding.decode_round import step as step
+from failfast_jax.decoding.decode_round import stop_tokens as stop_tokens
+from failfast_jax.decoding.decode_state import Prompts as Prompts
+from failfast_jax.decoding.drafter import Drafter as Drafter
+from failfast_jax.decoding.stopping import BelowThreshold as BelowThreshold
+from failfast_jax.decoding.stopping import CongestionWindow as CongestionWindow
+from failfast_jax.decoding.stopping import DraftSoFar as DraftSoFar
+from failfast_jax.decoding.stopping import Never as Never
+from failfast_jax.decoding.stopping import StopRule as StopRule
+from failfast_jax.decoding.verification import verify as verify
+from failfast_jax.decoding.width_plan import Plan as Plan
+from failfast_jax.decoding.width_plan import buffer_length as buffer_length
+from failfast_jax.decoding.width_plan import make_plan as make_plan
+from failfast_jax.decoding.width_plan import prefill_schedule as prefill_schedule

@@ -209,7 +209,7 @@ def _propose(
     """
 
     def greedy(logits):
-        tokens, confidence = picking.argmax(logits, confidence=True)
+        tokens, confidence = picking.argmax(logits, confidence=True, execution=model.execution)
         return tokens, confidence, jnp.isfinite(confidence)
 
     def sampled(sampling, logits, positions, number, opens):

@@ -10,28 +10,18 @@ the root in slot 0 and node j in slot j + 1):
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.decode_state import Tree
+from failfast_jax.decoding.windows import gather_rows
 from failfast_jax.kernels.attention_window import TreeMask
-
-Leaves = TypeVar("Leaves")
 
 
 def window_of(first: Int[Array, "B 1"], nodes: Int[Array, "B n"], width: int) -> Int[Array, "B W"]:
     """Returns a window's slots: a value for the last committed token, one for each node, then zeros."""
     return jnp.pad(jnp.concatenate([first, nodes], axis=1), ((0, 0), (0, width - 1 - nodes.shape[1])))
-
-
-def take_slots(rows: Leaves, slots: Int[Array, "B M"]) -> Leaves:
-    """Returns the rows at `slots` of each leaf `[B, W, ...]` of a pytree."""
-    return jax.tree.map(
-        lambda leaf: jnp.take_along_axis(leaf, jnp.expand_dims(slots, range(2, leaf.ndim)), axis=1), rows
-    )
 
 
 def _parents(tree: Tree, width: int) -> Int[Array, "B W"]:
@@ -85,7 +75,7 @@ def deepest(tree: Tree, longest: int) -> tuple[Int[Array, "B M"], Float[Array, "
     length, slots = _path_to(jnp.argmax(mask.depth, axis=1), mask)
     inside = jnp.arange(longest) < length[:, None]
     nodes = jnp.maximum(slots[:, 1 : longest + 1] - 1, 0)
-    tokens, confidence = take_slots((tree.tokens, tree.confidence), nodes)
+    tokens, confidence = gather_rows((tree.tokens, tree.confidence), nodes)
     return jnp.where(inside, tokens, 0), jnp.where(inside, confidence, 0.0), length
 
 

@@ -13,7 +13,7 @@ from failfast_jax.decoding import picking, token_tree
 from failfast_jax.decoding.decode_state import DecodeState, Draft, Logprobs, Verified
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.width_plan import Plan
-from failfast_jax.decoding.windows import narrowest
+from failfast_jax.decoding.windows import gather_rows, narrowest
 from failfast_jax.models.kv_cache import KVCache, round_up
 from failfast_jax.models.sharding import constrain_rows
 from failfast_jax.models.transformer import Decoder
@@ -46,10 +46,9 @@ class _Verification:
 
     def results_of(self, logits: Float[Array, "B W V"], picks: Int[Array, "B W"], features: Array) -> RowResults:
         """Returns the results of a pass, with log-probabilities if the state keeps them."""
-        kept = self.state.logprobs
-        if kept is None:
-            return picks, features, None
-        return picks, features, picking.logprobs_of(logits, picks, kept.best.shape[-1], self.target.execution)
+        kept, execution = self.state.logprobs, self.target.execution
+        best = None if kept is None else picking.logprobs_of(logits, picks, kept.best.shape[-1], execution)
+        return picks, features, best
 
     def needed(self, drafted: Int[Array, " B"]) -> Int[Array, ""]:
         """Number of rows that the longest draft and the last committed token take."""
@@ -124,7 +123,7 @@ class _Verification:
         accepted, slots = token_tree.longest_path(nodes, mask, tokens, picks)
         # 6 columns, width 4: the path's slots 0 1 3 0 become 0 1 3 0 0 0.
         slots = jnp.pad(slots, ((0, 0), (0, max(columns - width, 0))))[:, :columns]
-        results = token_tree.take_slots(self.results_of(logits, picks, features), slots)
+        results = gather_rows(self.results_of(logits, picks, features), slots)
         return results, accepted, target.keep(cache, start, slots[:, :width], width)
 
     def chain(self, plan: Plan) -> tuple[Verified, DecodeState]:

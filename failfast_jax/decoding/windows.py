@@ -12,9 +12,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 Carry = TypeVar("Carry")
+Leaves = TypeVar("Leaves")
 
 
 def gather_window(text: Shaped[Array, "B T *X"], start: Int[Array, " B"], width: int) -> Shaped[Array, "B W *X"]:
@@ -22,9 +23,9 @@ def gather_window(text: Shaped[Array, "B T *X"], start: Int[Array, " B"], width:
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(text, start)
 
 
-def gather_rows(hidden: Float[Array, "B W E"], rows: Int[Array, "B R"]) -> Float[Array, "B R E"]:
-    """`hidden[b, rows[b]]`."""
-    return jnp.take_along_axis(hidden, rows[..., None], axis=1)
+def gather_rows(tree: Leaves, rows: Int[Array, "B R"]) -> Leaves:
+    """`leaf[b, rows[b]]` of each leaf `[B, W, ...]` of a pytree."""
+    return jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, jnp.expand_dims(rows, range(2, leaf.ndim)), 1), tree)
 
 
 def place(

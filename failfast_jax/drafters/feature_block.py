@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, ChunkedDrafter, ExpansionState
-from failfast_jax.decoding.token_tree import take_slots
 from failfast_jax.decoding.windows import gather_rows, narrowest, when, write_rows
 from failfast_jax.models.block_network import DSparkModel
 from failfast_jax.models.kv_cache import KVCache, round_up
@@ -65,7 +64,7 @@ class FeatureDrafter(Drafter):
         # length 13, width 8: position 11 = 13 - 2 is row 11 of the chunk from 0 (outside), row 3 of the chunk from 8.
         row = committed.length - 2 - start
         inside = (row >= 0) & (row < width)
-        newest = take_slots(features, jnp.clip(row, 0, width - 1)[:, None])[:, 0]
+        newest = gather_rows(features, jnp.clip(row, 0, width - 1)[:, None])[:, 0]
         return state.replace(
             cache=self.model.network.store(features, state.cache, jnp.full_like(committed.length, start)),
             features=jnp.where(inside[:, None, None], newest, state.features),
@@ -80,7 +79,7 @@ class FeatureDrafter(Drafter):
         # length 10 -> 13, stored 7: `pending` holds 7 8; `features` are of positions 9 10 11 12, the first 3 final.
         # They go to slots 9 - 7 = 2 and up, so 5 are pending; `newest` is row 2, position 11 = 13 - 2.
         count = after.length - before.length
-        newest = take_slots(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
+        newest = gather_rows(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
         state = state.replace(features=jnp.where((count > 0)[:, None, None], newest, state.features))
         rows = features.shape[1]
         # With 64 slots and verifies of more than 32 rows, two rounds do not fit: store at once.

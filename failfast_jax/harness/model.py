@@ -94,7 +94,7 @@ def scores(
     """
     logits = target.forward(ids)
     chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1), argmax(logits) == following
+    return chosen - jax.nn.logsumexp(logits, axis=-1), argmax(logits, execution=target.execution) == following
 
 
 @register_model("failfast_jax")

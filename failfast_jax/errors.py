@@ -74,6 +74,10 @@ class OptionError(InputError):
     """An option with a value that cannot be served."""
 
 
+class DataError(InputError):
+    """Questions or training data that cannot be used; the message names the file."""
+
+
 class PromptError(InputError):
     """A prompt that cannot be served."""
 

@@ -12,12 +12,13 @@ import pytest
 from checkpoint_files import GOLDEN
 
 from failfast_jax import generate
+from failfast_jax.bench.answer_log import AnswerLog
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.policy import cost_book
 from failfast_jax.train import feature_cache
 from failfast_jax.util import compile_cache, files
 from failfast_jax.util.files import sole_writer, write_atomically
-from failfast_jax.util.records import Journal, append_lines, read_lines
+from failfast_jax.util.records import append_lines, read_lines
 
 
 @pytest.fixture
@@ -55,16 +56,17 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, full_disk):
 
 
 @pytest.mark.parametrize("room", [0, 60])
-def test_a_journal_on_a_full_disk(tmp_path, full_disk, room):
+def test_a_log_on_a_full_disk(tmp_path, full_disk, room):
     """A line that does not fit is not there at all, and the same command goes on."""
     path = tmp_path / "out" / "records.jsonl"
-    Journal(path, {"a": 1}).append({"kind": "x", "n": 0})
+    score = {"kind": "score", "dataset": "d", "question": "q", "text": "t"}
+    AnswerLog(path, {"a": 1}).append(score)
     before = path.read_bytes()
-    journal = Journal(path, {"a": 1})
+    log = AnswerLog(path, {"a": 1})
     full_disk(room)
     with pytest.raises(OSError, match="No space left.*records.jsonl"):
-        journal.append({"kind": "x", "text": "y" * 100})
-    assert path.read_bytes() == before and len(journal.records) == 1
+        log.append(score | {"text": "y" * 100})
+    assert path.read_bytes() == before and list(log.scores.values()) == [score]
 
 
 def test_a_line_is_added_whole_though_the_system_takes_it_in_parts(tmp_path, monkeypatch):

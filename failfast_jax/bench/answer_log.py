@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import pandas as pd
 from failfast_jax.bench.rows import BASELINE
 from failfast_jax.errors import ConfigError
 from failfast_jax.results import Result
-from failfast_jax.util.records import Journal, Record, read_lines
+from failfast_jax.util import processes
+from failfast_jax.util.files import write_atomically
+from failfast_jax.util.records import Record, append_lines, differences, read_lines
 
 RECORDS = "records.jsonl"
-ANSWER, DIFFERENCE, SCORE = "answer", "difference", "score"
-"""Kinds of records: an answer, the place where one leaves `vanilla`'s, a score of a text."""
+RUN, ANSWER, DIFFERENCE, SCORE = "run", "answer", "difference", "score"
+"""Kinds of records: the begin of a session, an answer, the place where one leaves `vanilla`'s, a score of a text."""
 EQUAL, NEAR_TIE, DIFFERENT = VERDICTS = ("equal", "near-tie", "different")
 OTHER_SAMPLE = "other sample"
 """Verdict on rows that promise `vanilla`'s distribution, not its tokens."""
@@ -63,23 +67,63 @@ def to_record(result: Result, batch: int = 1) -> Record:
     }
 
 
-class AnswerLog(Journal):
-    """A journal whose records are also kept by kind and `key_of`, the newest of a key.
+class AnswerLog:
+    """The records of a run in a file of JSON lines, from which a killed run continues.
+
+    A line that a kill cut off is dropped, with a note on stderr; everything before it stays, byte for byte. Each
+    session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`.
+
+    Args:
+      path: the file, created with its first record; None keeps the records in memory only.
+      identity: JSON-ready settings that all sessions of a file must share; see `differences`.
+      machine: recorded beside the identity; sessions may differ in it.
 
     Attributes:
-      answers, differences, scores: records by key.
+      answers, differences, scores: records by `key_of`, the newest of a key, of this session and earlier ones.
+      session: number of this session.
+
+    Raises:
+      ConfigError: the file is no log of a run, or has another identity; the message names the differences.
     """
 
     def __init__(self, path: Path | None = None, identity: Record | None = None, machine: Record | None = None) -> None:
-        super().__init__(path, identity or {}, machine)
+        self.path, self.session = path if processes.is_primary() else None, 0
         self.by_kind: dict[str, dict[tuple, Record]] = {kind: {} for kind in KEYS}
         self.answers, self.differences, self.scores = self.by_kind.values()
-        for record in self.records:
+        records = self._resume(identity or {}) if self.path is not None and self.path.exists() else []
+        records, self.session = processes.broadcast_from_primary([records, self.session])
+        for record in records:
             try:
                 self._keep(record)
             except (KeyError, TypeError):
                 keys = ", ".join(KEYS[record["kind"]])
                 raise ConfigError(f"{path}: a line of kind {record['kind']} lacks {keys}; it was changed") from None
+        # Written with the first record: a session without records leaves no trace.
+        self._head = [{"kind": RUN, "session": self.session, "identity": identity or {}, "machine": machine}]
+
+    def _resume(self, identity: Record) -> list[Record]:
+        """Returns the file's records, without the lines that begin a session."""
+        path, kept = self.path, []
+        records, cut_off = read_lines(path)
+        if records and records[0].get("kind") != RUN:
+            raise ConfigError(f"{path}: line 1 is no record of a run; name another file or folder")
+        for record in records:
+            if record.get("kind") != RUN:
+                kept.append(record)
+                continue
+            there, session = record.get("identity"), record.get("session")
+            if not isinstance(there, dict) or not isinstance(session, int):
+                raise ConfigError(f"{path}: a line of kind {RUN} has no identity and session; it was changed")
+            self.session = session + 1
+            if other := differences(there, json.loads(json.dumps(identity))):
+                raise ConfigError(f"{path}: made with other settings ({'; '.join(other)}); name another --out")
+        content = path.read_bytes()
+        if cut_off:
+            print(f"{path}: line {len(records) + 1} is cut off; its work is done again", file=sys.stderr)
+            write_atomically(path, content[: content.rfind(b"\n") + 1])
+        elif content and not content.endswith(b"\n"):  # whole but for its line break
+            write_atomically(path, content + b"\n")
+        return kept
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> AnswerLog:
@@ -109,7 +153,15 @@ class AnswerLog(Journal):
             self.by_kind[record["kind"]][key_of(record["kind"], record)] = record
 
     def append(self, record: Record) -> None:
-        super().append(record)
+        """Adds a record, and returns once the operating system has it.
+
+        Raises:
+          OSError: the file cannot be written; its earlier content stays.
+        """
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append_lines(self.path, [*self._head, record])
+        self._head = []
         self._keep(record)
 
     def baseline_of(self, record: Record) -> Record | None:

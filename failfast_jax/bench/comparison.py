@@ -149,13 +149,15 @@ class Comparison:
         self._shapes: dict[str, dict[str, Any]] = {}
         self.left_out: dict[str, str] = {}
         for row in (VANILLA, *plan.rows):
-            try:
-                self._shapes[row.label] = self.engines.prepare(row, self._configs[row.label])
+            request = self._configs[row.label]
+            try:  # now, so that what does not fit is reported before any work
+                engine = self.engines.get(row, request)
+                self._shapes[row.label] = engine.build_drafter(engine.resolve(request)).describe()
             except ValueError as error:
                 if not row.optional:
-                    raise
-                self.left_out[row.label] = str(error).removeprefix(f"{row.label}: ")
-                print(f"left out: {row.label}: {self.left_out[row.label]}", file=sys.stderr)
+                    raise ValueError(f"{row.label}: {error}") from None
+                self.left_out[row.label] = str(error)
+                print(f"left out: {row.label}: {error}", file=sys.stderr)
         self.rows = [row for row in plan.rows if row.label not in self.left_out]
         if not self.rows:
             raise ValueError("--methods: none of them can run here")

@@ -117,21 +117,6 @@ class EnginePool:
             self._built[key] = FailFast.load(self.base, source, **self.options, **options)
         return self._built[key]
 
-    def prepare(self, row: Row, config: GenerationConfig) -> dict[str, Any]:
-        """Builds a row's engine and drafter, so that what does not fit is reported before any work.
-
-        Returns:
-          The drafter's description.
-
-        Raises:
-          ValueError: the message names the row.
-        """
-        try:
-            engine = self.get(row, config)
-            return engine.build_drafter(engine.resolve(config)).describe()
-        except ValueError as error:
-            raise ValueError(f"{row.label}: {error}") from None
-
     @property
     def max_seq_len(self) -> int:
         """Maximum tokens of prompt and answer together, for every engine built so far."""

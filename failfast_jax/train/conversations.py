@@ -3,20 +3,19 @@ lines or Parquet files."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from failfast_jax.errors import PromptError
+from failfast_jax.errors import DataError, PromptError
+from failfast_jax.public_data.question_sets import rows_of
 from failfast_jax.template_rendering import has_template, render
-from failfast_jax.train.documents import DataError, Document
+from failfast_jax.train.documents import Document
 from failfast_jax.util import progress
-from failfast_jax.util.command_line import import_optional
 
 SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant")}
 TURNS = ("messages", "conversations")
@@ -35,8 +34,6 @@ READ_FIELDS = ("role", "from", "content", "value", "weight")
 """Fields of turns that are read here; a chat template reads the others."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that count as absent; false and 0 do not (`train: false` of a turn)."""
-Rows = Iterator[tuple[str, Any]]
-"""Places in a file, for messages, and the rows there."""
 
 
 class RowError(ValueError):
@@ -70,7 +67,7 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     check_template(file, tokenizer)
     documents: list[Document] = []
     left_out: defaultdict[str, list[str]] = defaultdict(list)
-    for place, row in ROWS[file.suffix](file):
+    for place, row in rows_of(file, extra="train"):
         try:
             for document in _documents(row, tokenizer, whole):
                 if isinstance(document, str):
@@ -87,31 +84,6 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     if left:
         progress.note(f"{file}: documents left out: {left}")
     return documents
-
-
-def _json_rows(file: Path) -> Rows:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    yield f"line {number}", json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{file}: line {number}: not JSON in UTF-8 ({error})") from None
-
-
-def _parquet_rows(file: Path) -> Rows:
-    parquet = import_optional("pyarrow.parquet", f"Parquet file {file}", extra="train")
-    try:
-        batches = parquet.ParquetFile(file).iter_batches()
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield f"row {number}", row
-    except Exception as error:  # of half a dozen classes
-        raise DataError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
-
-
-ROWS: dict[str, Callable[[Path], Rows]] = {".jsonl": _json_rows, ".parquet": _parquet_rows}
-"""Readers of rows, by the file's suffix."""
 
 
 def _documents(row: Any, tokenizer: Any, whole: bool) -> Iterator[Document | str]:

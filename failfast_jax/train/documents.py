@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.errors import InputError
+from failfast_jax.errors import DataError
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util.files import write_atomically
 
@@ -36,10 +36,6 @@ FILLER = -1
 Ids = Sequence[int] | np.ndarray
 Document = tuple[Ids, Ids] | tuple[Ids, Ids, np.ndarray]
 """Ids of a prompt and of its answer; for a whole conversation also which ids after the first prompt are answers."""
-
-
-class DataError(InputError):
-    """Training data that cannot be used; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)

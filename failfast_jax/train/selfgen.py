@@ -30,13 +30,13 @@ from failfast_jax.checkpoints.checkpoint import DTYPES, as_dtype
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import DataError, OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import CommandOptions, add_flags_of, option, require
 from failfast_jax.public_data.question_sets import PROMPTS, humaneval_prompts, load_dataset
 from failfast_jax.template_rendering import has_template, render
 from failfast_jax.text_stream import special_tokens, text_of
-from failfast_jax.train.documents import DataError, Document, read_documents, write_documents
+from failfast_jax.train.documents import Document, read_documents, write_documents
 from failfast_jax.train.resume import begin, check_same
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime, deadline_after

@@ -29,10 +29,11 @@ from failfast_jax.models.sharding import whole
 from failfast_jax.options import require
 from failfast_jax.policy import confidence_scaling
 from failfast_jax.policy.expected_tokens import observed
+from failfast_jax.public_data.question_sets import ROW_FILES
 from failfast_jax.train import documents
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import choose_layers, spare_token
-from failfast_jax.train.conversations import ROWS, check_template, read_conversations
+from failfast_jax.train.conversations import check_template, read_conversations
 from failfast_jax.train.diffusion_run import DiffusionStart, StandaloneObjective
 from failfast_jax.train.documents import Document, Documents
 from failfast_jax.train.evaluation import Evaluation
@@ -76,7 +77,7 @@ def work(args: argparse.Namespace) -> None:
     devices = f"must be a multiple of the {len(jax.devices())} devices"
     require(config.batch % len(jax.devices()) == 0, f"--batch {config.batch}", devices)
     # A missing chat template comes before anything else that the tokenizer is asked for, such as a mask token.
-    if texts := [file for file in documents.files(args.data, (".npz", *ROWS)) if file.suffix in ROWS]:
+    if texts := [file for file in documents.files(args.data, (".npz", *ROW_FILES)) if file.suffix in ROW_FILES]:
         check_template(texts[0], load_tokenizer(source))
     start = DiffusionStart.open(config, source, target) if config.family in DIFFUSION else None
     rows = _documents(config, args.data, source, target)
@@ -135,7 +136,7 @@ def _documents(config: TrainConfig, paths: list[Path], source: Any, target: Mode
         return read_conversations(file, load_tokenizer(source), target.vocab_size, whole=config.family in DIFFUSION)
 
     shortest = 3 if config.family in MASKED else config.rows + 2
-    readers = dict.fromkeys(ROWS, read)
+    readers = dict.fromkeys(ROW_FILES, read)
     return documents.load_documents(
         paths, target.vocab_size, shortest, config.seq_len, skip_short=config.skip_short, read=readers
     )

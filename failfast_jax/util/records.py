@@ -1,16 +1,14 @@
-"""Records of long work in files of JSON lines, from which a killed command continues."""
+"""Records of long work in files of JSON lines."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from failfast_jax.errors import ConfigError
-from failfast_jax.util import processes
-from failfast_jax.util.files import naming, write_all, write_atomically
+from failfast_jax.util.files import naming, write_all
 
 Record = dict[str, Any]
 
@@ -65,68 +63,3 @@ def differences(there: Record, here: Record, prefix: str = "") -> list[str]:
         elif value != other:
             lines.append(f"{prefix}{key}: {value!r} there, {other!r} here")
     return lines
-
-
-class Journal:
-    """Records of long work in a file of JSON lines, from which a killed run continues.
-
-    A line that a kill cut off is dropped, with a note on stderr; everything before it stays, byte for byte. Each
-    session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`.
-
-    Args:
-      path: the file, created with its first record; None keeps the records in memory only.
-      identity: JSON-ready settings that all sessions of a file must share; see `differences`.
-      machine: recorded beside the identity; sessions may differ in it.
-
-    Attributes:
-      records: the records of this session and earlier ones, in order.
-      session: number of this session.
-
-    Raises:
-      ConfigError: the file is no journal, or has another identity; the message names the differences.
-    """
-
-    RUN = "run"
-
-    def __init__(self, path: Path | None, identity: Record, machine: Record | None = None) -> None:
-        self.path = path if processes.is_primary() else None
-        self.records: list[Record] = []
-        self.session = 0
-        if self.path is not None and self.path.exists():
-            self._resume(self.path, identity)
-        self.records, self.session = processes.broadcast_from_primary([self.records, self.session])
-        # Written with the first record: a session without records leaves no trace.
-        self._head = [{"kind": self.RUN, "session": self.session, "identity": identity, "machine": machine}]
-
-    def _resume(self, path: Path, identity: Record) -> None:
-        records, cut_off = read_lines(path)
-        if records and records[0].get("kind") != self.RUN:
-            raise ConfigError(f"{path}: line 1 is no record of a run; name another file or folder")
-        for record in records:
-            if record.get("kind") != self.RUN:
-                self.records.append(record)
-                continue
-            there, session = record.get("identity"), record.get("session")
-            if not isinstance(there, dict) or not isinstance(session, int):
-                raise ConfigError(f"{path}: a line of kind {self.RUN} has no identity and session; it was changed")
-            self.session = session + 1
-            if other := differences(there, json.loads(json.dumps(identity))):
-                raise ConfigError(f"{path}: made with other settings ({'; '.join(other)}); name another --out")
-        content = path.read_bytes()
-        if cut_off:
-            print(f"{path}: line {len(records) + 1} is cut off; its work is done again", file=sys.stderr)
-            write_atomically(path, content[: content.rfind(b"\n") + 1])
-        elif content and not content.endswith(b"\n"):  # whole but for its line break
-            write_atomically(path, content + b"\n")
-
-    def append(self, record: Record) -> None:
-        """Adds a record, and returns once the operating system has it.
-
-        Raises:
-          OSError: the file cannot be written; its earlier content stays.
-        """
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            append_lines(self.path, [*self._head, record])
-        self._head = []
-        self.records.append(record)

@@ -326,14 +326,6 @@ def test_a_corpus_holds_the_questions_before(stub, bench, monkeypatch):
 # -- engines -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method, message", [("ar", "ar: needs --ar-drafter"), ("eagle3", "eagle3: no drafter")])
-def test_an_engine_names_the_row_that_it_cannot_serve(method, message, monkeypatch):
-    load = Mock(side_effect=[StubEngine(), ValueError("no drafter")])
-    monkeypatch.setattr(engine_pool.FailFast, "load", load)
-    with pytest.raises(ValueError, match=message):
-        engine_pool.EnginePool().prepare(Row(method, method), GenerationConfig(method))
-
-
 def test_engines_share_their_target(monkeypatch, tmp_path):
     load = Mock(side_effect=lambda *_, **__: StubEngine(max_seq_len=100 * load.call_count))
     monkeypatch.setattr(engine_pool.FailFast, "load", load)
@@ -342,6 +334,9 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
     rows += [Row("slow", "failfast", {"tau": 0.9}), Row("aligned", "failfast", aligned), Row("ar", "ar")]
 
     # The default pair: a drafter for each method and schedule.
+    with pytest.raises(ValueError, match="needs --ar-drafter"):
+        engine_pool.EnginePool().get(rows[-1], GenerationConfig("ar"))
+    load.reset_mock()
     default = engine_pool.EnginePool(ar_drafter="small")
     engines = {row.label: default.get(row, row.config(GenerationConfig())) for row in rows}
     pairs = [(None, "failfast", None), (None, "fast-dllm", None), (None, "failfast", "aligned"), ("small", "ar", None)]

@@ -15,9 +15,9 @@ import pytest
 from checkpoint_files import byte_level_alphabet
 from training_runs import END, START, tokenizer_of
 
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import DataError, OptionError
 from failfast_jax.train.conversations import read_conversations
-from failfast_jax.train.documents import DataError, load_documents
+from failfast_jax.train.documents import load_documents
 
 VOCAB = 260
 
@@ -60,9 +60,9 @@ def test_parquet_files(tmp_path, tokenizer, monkeypatch):
     ]
     assert "Say hello\n\npolitely" in tokenizer.decode(documents[1][0])
     (tmp_path / "bad.parquet").write_text("no")
-    with pytest.raises(DataError, match=r"bad\.parquet: not a readable Parquet file"):
+    with pytest.raises(DataError, match=r"bad\.parquet is not PARQUET"):
         read_conversations(tmp_path / "bad.parquet", tokenizer, VOCAB)
-    with pytest.raises(DataError, match=r"a\.parquet: row 1: a token outside the target's vocabulary of 5"):
+    with pytest.raises(DataError, match=r"a\.parquet: row 0: a token outside the target's vocabulary of 5"):
         read_conversations(tmp_path / "a.parquet", tokenizer, 5)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(OptionError, match=r"a\.parquet: needs pyarrow.*pip install"):
@@ -153,10 +153,10 @@ def test_rows_without_an_answer_to_learn_are_counted(tmp_path, tokenizer, capsys
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"question": "caf\xe9?", "answer": "A."}'.encode("latin-1"), "not JSON"),
-        ('{"question": "?", "answer": "A."}'.encode("utf-16-le"), "not JSON"),
-        (gzip.compress(b"{}", mtime=0), "not JSON"),
-        (b"[" * 10**5, "not JSON"),
+        ('{"question": "caf\xe9?", "answer": "A."}'.encode("latin-1"), "is not JSON"),
+        ('{"question": "?", "answer": "A."}'.encode("utf-16-le"), "is not JSON"),
+        (gzip.compress(b"{}", mtime=0), "is not JSON"),
+        (b"[" * 10**5, "is not JSON"),
         (b'{"question": "\\ud800", "answer": "A."}', "half of a surrogate pair"),
         ([1], "must be an object with 'messages'"),
         ({"messages": ["hi"]}, "must be an object with 'messages'"),
@@ -171,5 +171,5 @@ def test_bad_lines_are_named(tmp_path, tokenizer, row, message):
     line = row if isinstance(row, bytes) else json.dumps(row).encode()
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + b'{"question": "?", "answer": "A."}\r\n' + line)
-    with pytest.raises(DataError, match=rf"a\.jsonl: line 2: {message}"):
+    with pytest.raises(DataError, match=rf"a\.jsonl: line 2:? {message}"):
         read_conversations(file, tokenizer, VOCAB)

@@ -7,7 +7,8 @@ import pytest
 from tiny_models import VOCAB
 from training_runs import LENGTH, load, write_data
 
-from failfast_jax.train.documents import DataError, Documents, batches, write_documents
+from failfast_jax.errors import DataError
+from failfast_jax.train.documents import Documents, batches, write_documents
 
 
 def test_documents_are_read_as_they_were_written(tmp_path, documents):

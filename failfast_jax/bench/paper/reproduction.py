@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from failfast_jax.bench.answer_log import RECORDS
+from failfast_jax.bench.answer_log import RECORDS, RUN
 from failfast_jax.bench.paper import averages
 from failfast_jax.bench.paper.averages import AR, PAPERS, PaperRun, latency_for, parse_latency
 from failfast_jax.bench.paper.claims import claims_table
 from failfast_jax.bench.plots import OR_WITHOUT, NoData, RunAnswers, draw_each, figure_class, per_dataset
 from failfast_jax.util.files import user_path, write_atomically
-from failfast_jax.util.records import Journal, Record, read_lines
+from failfast_jax.util.records import Record, read_lines
 
 NOTES = (
     "Rounds, lengths and drafter passes are counted as the authors' released code counts them. Cells: these records "
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def target_of(folder: Path) -> str:
     """Returns the target of a run, by the first line of its records."""
     lines, _ = read_lines(folder / RECORDS)
-    head = next((line for line in lines if line.get("kind") == Journal.RUN), None)
+    head = next((line for line in lines if line.get("kind") == RUN), None)
     if head is None:
         raise ValueError(f"{folder / RECORDS}: no record of a run; name a folder of `bench run`")
     return str(head["identity"]["target"]["name"])

@@ -57,13 +57,6 @@ DEFAULT_METHOD = "auto"
 DIFFUSION_METHOD = "dllm"
 """The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
 
-FORMER = {
-    "policy": "no longer an option: --method auto decides by measured costs, and every other method is what it says "
-    "(--method failfast, --method lookup)",
-    "min_gain": "no longer an option: --method auto weighs by measured costs what a draft gains",
-}
-"""Options that were removed, and their replacement."""
-
 
 def all_options() -> dict[str, type[MethodOptions]]:
     """Options of every method, `dllm` included."""
@@ -113,11 +106,7 @@ def resolve(config: GenerationConfig, defaults: Mapping[str, Any] | None = None)
 
 def _refuse_option(method: str, name: str, value: Any) -> None:
     """Raises OptionError: the method has no such option; the methods that have it are named."""
-    if name == "policy" and value == ("auto" if method == DEFAULT_METHOD else "fixed"):
-        return  # the method is that already; taken for a release
     flag = shown(name, value)
-    if name in FORMER:
-        raise OptionError(f"{flag}: {FORMER[name]}")
     takers = [other for other, options in all_options().items() if name in options.names()]
     if not takers:
         raise OptionError(f"{flag}: no method has such an option")

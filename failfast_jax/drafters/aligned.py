@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import DraftShape
-from failfast_jax.decoding.picking import argmax, is_stop
+from failfast_jax.decoding.picking import argmax, emitted_count, is_stop
 from failfast_jax.decoding.stopping import DraftSoFar, StopRule
 from failfast_jax.decoding.unmasking import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
@@ -166,12 +166,9 @@ class Aligned(BlockDrafter):
     def _draft_of(self, end: _Filling, committed: Committed) -> Draft:
         """Returns the first `spec_len` tokens, as far as they exist and fit, cut after a stop token."""
         tokens = gather_window(end.text, committed.length, self.max_draft)
-        columns = jnp.arange(self.max_draft)
         masked = tokens == self.mask_token
         exists = jnp.where(masked.any(1), jnp.argmax(masked, 1), self.max_draft)
-        length = jnp.minimum(jnp.minimum(end.spec_len, exists), committed.room)
-        stops = is_stop(tokens, committed.eos) & (columns < length[:, None])
-        length = jnp.where(stops.any(1), jnp.argmax(stops, 1) + 1, length)
+        length, _ = emitted_count(tokens, jnp.minimum(end.spec_len, exists) - 1, committed.room, committed.eos)
         return Draft(
             tokens=tokens,
             confidence=gather_window(end.confidence, committed.length, self.max_draft),

@@ -164,16 +164,8 @@ class FailfastOptions(MethodOptions):
 
     def _aligned(self, site: Site) -> Drafter:
         chunk, longest = lengths(self.spec_len, self.max_spec_len, SPEC_LEN, MAX_SPEC_LEN)
-        aligned = Aligned(
-            model=site.model,
-            vocab=site.vocab,
-            rule=self.stopping(chunk, longest),
-            threshold=np.float32(ALIGNED_THRESHOLD if self.threshold is None else self.threshold),
-            spec_len=chunk,
-            max_spec_len=longest,
-            small_block=small_block_of(self.small_block_size, site.model),
-        )
-        return Reuse(model=aligned, max_spec_len=2 * aligned.max_draft, released=True) if self.reuse else aligned
+        drafter = aligned(site, self, rule=self.stopping(chunk, longest), spec_len=chunk, max_spec_len=longest)
+        return Reuse(model=drafter, max_spec_len=2 * drafter.max_draft, released=True) if self.reuse else drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +181,7 @@ class FastDllmOptions(MethodOptions):
     small_block_size: int | None = option(None, "positions unmasked together (8)", least=1)
 
     def build(self, site: Site) -> Drafter:
-        return Aligned(
-            model=site.model,
-            vocab=site.vocab,
-            rule=Never(),
-            threshold=np.float32(self.threshold),
-            spec_len=self.spec_len or SPEC_LEN,
-            small_block=small_block_of(self.small_block_size, site.model),
-            expand=False,
-        )
+        return aligned(site, self, rule=Never(), spec_len=self.spec_len or SPEC_LEN, expand=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,6 +302,13 @@ class AutoregressiveOptions(MethodOptions):
         spec_len, longest = lengths(self.spec_len, self.max_spec_len, SPEC_LEN, MAX_SPEC_LEN)
         rule = BelowThreshold(np.float32(0.45 if self.tau is None else self.tau))
         return Autoregressive.of(site, spec_len=spec_len, max_spec_len=longest, rule=rule)
+
+
+def aligned(site: Site, options: FailfastOptions | FastDllmOptions, **settings: Any) -> Aligned:
+    """Returns the drafter of the released schedule, with the options' threshold and small block."""
+    threshold = ALIGNED_THRESHOLD if options.threshold is None else options.threshold
+    small = small_block_of(options.small_block_size, site.model)
+    return Aligned(model=site.model, vocab=site.vocab, threshold=np.float32(threshold), small_block=small, **settings)
 
 
 def growing(

@@ -11,19 +11,7 @@ import math
 import re
 from collections.abc import Callable
 
-ITEM_BYTES = {
-    "u4": 0.5,
-    "s4": 0.5,
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-}
+ITEM_BYTES = {f"{kind}{bits}": bits / 8 for kind in ("u", "s", "f", "bf") for bits in (4, 8, 16, 32)} | {"pred": 1}
 KERNELS = ("attend_and_write", "window_attention")
 """Pallas calls of this package, as they are named in the text: they read a part of their operands."""
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")

@@ -60,10 +60,6 @@ class Turn:
     rows: list[Row]
     reverse: bool
 
-    def in_order(self) -> list[Row]:
-        """Returns the rows and `vanilla`, in the order in which they answer."""
-        return [VANILLA, *self.rows][:: -1 if self.reverse else 1]
-
 
 def turns_of(ordered: Sequence[tuple[Dataset, list[Question]]], rows: Sequence[Row], repeats: int) -> Iterator[Turn]:
     """Yields all turns, in order; a block is of one batch size, and its name changes with its members."""
@@ -282,7 +278,7 @@ class Comparison:
     def _answer(self, turn: Turn, bar: tqdm) -> None:
         """Gives and records the answers of a turn that have no record."""
         dataset, missing = turn.dataset, missing_rows(turn, self.log)
-        for position, row in enumerate(turn.in_order()):
+        for position, row in enumerate([VANILLA, *turn.rows][:: -1 if turn.reverse else 1]):
             if row not in missing:
                 continue
             bar.set_postfix_str(f"{dataset.name}, {row.label}")

@@ -321,7 +321,8 @@ class ReplayedPair:
         length, stop = jnp.asarray([tokens.size], jnp.int32), jnp.asarray(decode_round.stop_tokens(()))
         prompt = Prompts(jnp.asarray(tokens, jnp.int32), length, stop, decode_round.greedy_sampling(1))
         positions = buffer_length(self.capacity, self.models.drafter, self.plan)
-        return self.models, model_shapes.abstract_caches(pair, positions, self.options.dtype), prompt
+        caches = tuple(model_shapes.abstract_cache(model, positions, self.options.dtype) for model in pair)
+        return self.models, caches, prompt
 
     def needed_bytes(self) -> int:
         """Returns the bytes of weights, caches and logits on each device."""

@@ -18,7 +18,8 @@ from failfast_jax.bench.answer_log import DIFFERENT, RECORDS, SCORE, AnswerLog
 from failfast_jax.bench.comparison import Comparison, RunPlan, planned_answers
 from failfast_jax.bench.engine_pool import find_models_of_rows
 from failfast_jax.bench.rows import all_options
-from failfast_jax.bench.run_config import RunConfig, add_arguments
+from failfast_jax.bench.run_config import RunConfig
+from failfast_jax.bench.run_config import add_arguments as add_arguments
 from failfast_jax.bench.summary import write_summary
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, stamp
@@ -27,8 +28,6 @@ from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import sole_writer, user_path
 from failfast_jax.util.hardware import machine
 from failfast_jax.util.progress import progress_bar
-
-__all__ = ["add_arguments", "work"]
 
 SCORERS = {"math": "math_verify", "humaneval": "markdown_it"}
 """Packages that scores need."""

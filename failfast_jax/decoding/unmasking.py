@@ -31,11 +31,8 @@ def to_fill(
         threshold 0.96, least 1   1 . . .    none is above: the best one
         no threshold, least 2     1 . . 1    the best two
     """
-    value, at = jnp.where(masked, confidence, -1.0), jnp.arange(confidence.shape[1])
-    if isinstance(least, int) and least == 1:
-        fills = at == jnp.argmax(value, 1)[:, None]
-    else:
-        fills = rank(value) < jnp.asarray(least)[..., None]
+    value = jnp.where(masked, confidence, -1.0)
+    fills = rank(value) < jnp.asarray(least)[..., None]
     return masked & (fills if threshold is None else fills | (value > threshold))
 
 

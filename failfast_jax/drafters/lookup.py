@@ -26,22 +26,31 @@ def usual_length(platform: str) -> int:
     return 15 if platform == "cpu" else 63
 
 
-def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Finds the longest earlier occurrence of the last tokens, the latest on ties.
+def matches(tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Int[Array, "B T"]:
+    """Returns how many tokens, from each position back, equal the last ones of the text: 0 to `LONGEST_MATCH`.
 
-    Returns:
-      Its length (0: none) and the position after it.
+    A negative number is no token, and ends a match.
+    Example: of the text a b x a b the positions have 0 2 0 0 0: two tokens end at position 1 as the text ends.
     """
-    tokens, length = committed.tokens, committed.length
     columns = jnp.arange(tokens.shape[1])
     matched = jnp.zeros_like(tokens)
     alive = (columns >= 0) & (columns < length[:, None] - 1)
     for back in range(LONGEST_MATCH):
         last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - back, 0)[:, None], axis=1)
         earlier = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
-        alive &= (earlier == last) & (columns >= back)
+        alive &= (earlier == last) & (last >= 0) & (columns >= back)
         matched += alive
-    best = matched.max(1)
+    return matched
+
+
+def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Finds the longest earlier occurrence of the last tokens, the latest on ties.
+
+    Returns:
+      Its length (0: none) and the position after it.
+    """
+    matched = matches(committed.tokens, committed.length)
+    best, columns = matched.max(1), jnp.arange(matched.shape[1])
     latest = jnp.max(jnp.where(matched == best[:, None], columns, 0), 1)
     return best, latest + 1
 

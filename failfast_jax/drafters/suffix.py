@@ -1,8 +1,7 @@
 """SuffixDecoding (arXiv:2411.04975): what followed the last tokens at all earlier places, by majority. No model.
 
-The suffix trees of the paper become one compare with the whole text per new token: a place's match grows by one
-where the token before it is the new one, and ends elsewhere. That has static shapes, and a tree's counts are the votes
-of the matching places.
+The suffix trees of the paper become compares of the whole text with its last tokens, as in `lookup`. That has static
+shapes, and a tree's counts are the votes of the matching places.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.drafters.lookup import LONGEST_MATCH, usual_length
+from failfast_jax.drafters.lookup import LONGEST_MATCH, matches, usual_length
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option
 
 SEPARATOR = -1
@@ -55,20 +54,6 @@ class Corpus:
             raise ValueError(f"a text is a list of token ids, got {ids.tolist()!r:.80}")
         text = np.append(ids, SEPARATOR).astype(np.int32)
         self.tokens = np.concatenate([self.tokens, text])[-len(self.tokens) :]
-
-    def clear(self) -> None:
-        """Forgets all texts."""
-        self.tokens = np.full_like(self.tokens, SEPARATOR)
-
-
-@flax.struct.dataclass
-class SuffixState:
-    """State of the drafter. The text that it searches is the corpus, a separator, and the sequence itself."""
-
-    matched: Int[Array, "B places"]
-    """Tokens before each place of the text that equal the last of the `seen` tokens, at most `LONGEST_MATCH`."""
-    seen: Int[Array, " B"]
-    """Committed tokens that `matched` accounts for."""
 
 
 @flax.struct.dataclass
@@ -104,19 +89,12 @@ class Suffix(Drafter):
     def shape(self) -> DraftShape:
         return DraftShape(longest=self.max_spec_len, lengths=tuple(range(self.max_spec_len + 1)))
 
-    def init(self, batch, capacity):
-        return SuffixState(
-            matched=jnp.zeros((batch, self.corpus.shape[0] + 1 + capacity), jnp.int32),
-            seen=jnp.zeros((batch,), jnp.int32),
-        )
-
     def draft(self, state, committed):
         batch = committed.length.shape[0]
         earlier = jnp.append(self.corpus, SEPARATOR)
         text = jnp.concatenate([jnp.broadcast_to(earlier, (batch, earlier.size)), committed.tokens], axis=1)
         end = earlier.size + committed.length
-        state = self._observe(state, text, end, committed.length)
-        latest, longest = self._electorate(state, end)
+        latest, longest = self._electorate(text, end)
         start = _Vote(
             index=jnp.int32(0),
             draft=Draft.empty(batch, self.max_draft),
@@ -154,32 +132,16 @@ class Suffix(Drafter):
         vote = jax.lax.while_loop(lambda vote: jnp.any(vote.growing), count_votes, start)
         return vote.draft, state
 
-    def _electorate(self, state: SuffixState, end: Int[Array, " B"]) -> tuple[Int[Array, "B voters"], Int[Array, " B"]]:
-        """The latest places with the longest match (-1: none), and that match's length."""
-        places = jnp.arange(state.matched.shape[1])
-        matched = jnp.where(places < end[:, None], state.matched, 0)
+    def _electorate(
+        self, text: Int[Array, "B T"], end: Int[Array, " B"]
+    ) -> tuple[Int[Array, "B voters"], Int[Array, " B"]]:
+        """The latest places after the longest match, latest first (-1: none), and that match's length."""
+        matched, places = matches(text, end), 1 + jnp.arange(text.shape[1])
         longest = matched.max(1)
         # As floats, exact up to 2^24: on CPU top_k of integers sorts the whole text.
         rank = jnp.where(matched == longest[:, None], places, -1).astype(jnp.float32)
         latest, _ = jax.lax.top_k(rank, min(MOST_PLACES, rank.shape[1]))
         return latest.astype(jnp.int32), longest
-
-    def _observe(self, state: SuffixState, text: Array, end: Int[Array, " B"], length: Int[Array, " B"]) -> SuffixState:
-        """Takes in what was committed since the last round, or the last `LONGEST_MATCH` tokens, where that is less."""
-        fresh = length - state.seen > LONGEST_MATCH
-        seen = jnp.where(fresh, length - LONGEST_MATCH, state.seen)
-        matched = jnp.where(fresh[:, None], 0, state.matched)
-        new = length - seen
-        before = jnp.pad(text, ((0, 0), (1, 0)), constant_values=SEPARATOR)[:, :-1]
-
-        def body(index, matched):
-            token = jnp.take_along_axis(text, jnp.minimum(end - new + index, end - 1)[:, None], axis=1)
-            shorter = jnp.pad(matched, ((0, 0), (1, 0)))[:, :-1]
-            longer = jnp.where(before == token, jnp.minimum(shorter + 1, LONGEST_MATCH), 0)
-            return jnp.where((index < new)[:, None], longer, matched)
-
-        matched = jax.lax.fori_loop(0, jnp.max(new), body, matched)
-        return SuffixState(matched=matched, seen=length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -209,9 +209,7 @@ class FailFastLM(TemplateLM):
         for start in range(0, len(order), self.batch):
             indices = order[start : start + self.batch]
             texts = [[*pairs[index][0], *pairs[index][1]][-self.max_length - 1 :] for index in indices]
-            width = SHORTEST
-            while width + 1 < max(map(len, texts)):
-                width *= 2
+            width = max(SHORTEST, 1 << (max(map(len, texts)) - 2).bit_length())
             ids = np.zeros((self.batch, width + 1), np.int32)
             for row, text in enumerate(texts):
                 ids[row, : len(text)] = text

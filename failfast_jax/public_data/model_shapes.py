@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,12 +81,6 @@ TARGETS = tuple(name for name, config in CONFIGS.items() if not config.is_diffus
 DRAFTERS = tuple(name for name, config in CONFIGS.items() if config.is_diffusion)
 
 
-@functools.cache
-def weight_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of all weights in bfloat16."""
-    return nbytes(abstract_model(config, "bfloat16"))
-
-
 def cache_bytes(config: ModelConfig, positions: float, itemsize: int = 2) -> float:
     """Returns the bytes of the keys and values of `positions` positions."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * itemsize
@@ -137,18 +131,14 @@ def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, executi
     return BoundEagle(network, embed, jax.ShapeDtypeStruct((config.draft_vocab,), jnp.int32))
 
 
-def abstract_caches(models: Iterable[Decoder], length: int, dtype: str) -> tuple[KVCache, ...]:
-    """Returns the shapes and shardings of a cache of `length` positions for each model."""
-
-    def shapes(model: Decoder) -> KVCache:
-        cache = jax.eval_shape(lambda: KVCache.zeros(model.config, 1, length, jnp.dtype(dtype)))
-        execution = model.execution
-        if execution.mesh is None:
-            return cache
-        place = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
-        return jax.tree.map(lambda leaf: leaf.update(sharding=place), cache)
-
-    return tuple(map(shapes, models))
+def abstract_cache(model: Decoder, length: int, dtype: str) -> KVCache:
+    """Returns the shapes and shardings of a model's cache of `length` positions."""
+    cache = jax.eval_shape(lambda: KVCache.zeros(model.config, 1, length, jnp.dtype(dtype)))
+    execution = model.execution
+    if execution.mesh is None:
+        return cache
+    place = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
+    return jax.tree.map(lambda leaf: leaf.update(sharding=place), cache)
 
 
 @functools.cache

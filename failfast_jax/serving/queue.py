@@ -109,11 +109,6 @@ class Queue:
         self.close()
 
     @property
-    def waiting(self) -> int:
-        """Number of requests without a row."""
-        return self.scheduler.waiting
-
-    @property
     def unfinished(self) -> int:
         """Number of requests that wait, or have a row."""
         return self._submitted - self.scheduler.counts.ended

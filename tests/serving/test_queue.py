@@ -123,7 +123,7 @@ def test_cancelling_frees_rows_at_every_stage(queue):
     cancelled = [result for result in results if result.finish_reason == "cancelled"]
     assert {result.finish_reason for result in results} <= {"cancelled", "length"}
     assert any(not result.rounds for result in cancelled)
-    until(lambda: queue.scheduler.busy == queue.waiting == 0)
+    until(lambda: queue.scheduler.busy == queue.scheduler.waiting == 0)
     assert counts.finished["cancelled"] - before == len(cancelled)
     # An answer that is cancelled in its middle is the beginning of the whole.
     whole = queue.submit(**LONG).result().output_ids

@@ -192,7 +192,7 @@ def test_a_client_that_leaves_frees_its_row(site, queue, stream):
             connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{body}".encode())
             until(lambda: queue.scheduler.busy == 3)
         until(lambda: queue.scheduler.counts.finished["cancelled"] - before == 5)
-    assert queue.scheduler.busy == queue.waiting == 0
+    assert queue.scheduler.busy == queue.scheduler.waiting == 0
 
 
 def test_too_many_wait(site, queue):

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed
-from failfast_jax.decoding.drafter import Drafter, DraftShape
+from failfast_jax.decoding.drafter import DraftShape
 from failfast_jax.decoding.expansion import Chunk, ChunkedDrafter, ExpansionState
 from failfast_jax.decoding.windows import gather_rows, narrowest, when, write_rows
 from failfast_jax.models.block_network import DSparkModel
@@ -43,78 +43,16 @@ class FeatureState:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class FeatureDrafter(Drafter):
-    """Base of drafters that read the target's features: keeps their model's cache of these."""
-
-    model: DSparkModel
-    deferred: bool = flax.struct.field(pytree_node=False, default=False)
-    """True to store the features of many rounds at once, when a draft needs them: pays if many rounds draft nothing."""
-
-    def init(self, batch, capacity):
-        network, dtype = self.model.network, self.model.dtype
-        size = (len(self.model.feature_layers), network.config.base.hidden_size)
-        return FeatureState(
-            cache=network.init_cache(batch, capacity),
-            features=jnp.zeros((batch, *size), dtype),
-            pending=jnp.zeros((batch, PENDING if self.deferred else 0, *size), dtype),
-            stored=jnp.zeros((batch,), jnp.int32),
-        )
-
-    def prefill(self, state, committed, start, width, features):
-        # length 13, width 8: position 11 = 13 - 2 is row 11 of the chunk from 0 (outside), row 3 of the chunk from 8.
-        row = committed.length - 2 - start
-        inside = (row >= 0) & (row < width)
-        newest = gather_rows(features, jnp.clip(row, 0, width - 1)[:, None])[:, 0]
-        return state.replace(
-            cache=self.model.network.store(features, state.cache, jnp.full_like(committed.length, start)),
-            features=jnp.where(inside[:, None, None], newest, state.features),
-            stored=committed.length - 1,
-        )
-
-    def held(self, state, committed):
-        return state.stored
-
-    def commit(self, state, outcome):
-        before, after, features = outcome.before, outcome.after, outcome.features
-        # length 10 -> 13, stored 7: `pending` holds 7 8; `features` are of positions 9 10 11 12, the first 3 final.
-        # They go to slots 9 - 7 = 2 and up, so 5 are pending; `newest` is row 2, position 11 = 13 - 2.
-        count = after.length - before.length
-        newest = gather_rows(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
-        state = state.replace(features=jnp.where((count > 0)[:, None, None], newest, state.features))
-        rows = features.shape[1]
-        # With 64 slots and verifies of more than 32 rows, two rounds do not fit: store at once.
-        if not self.deferred or 2 * rows > PENDING:
-            cache = self.model.network.store(features, state.cache, before.length - 1)
-            return state.replace(cache=cache, stored=after.length - 1)
-        slot = before.length - 1 - state.stored
-
-        def write(width: int, pending: Array) -> Array:
-            return write_rows(pending, features[:, :width], slot)
-
-        # Features are wide: after a plain step, only the row that matters is moved.
-        pending = narrowest((1, rows), jnp.max(count), write, state.pending)
-        no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)
-        return self.store_pending(state.replace(pending=pending), after, no_room)
-
-    def store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
-        """Returns the state with all pending features stored in the cache, if `condition`; else as it is."""
-
-        def store(width: int, cache: KVCache) -> KVCache:
-            return self.model.network.store(state.pending[:, :width], cache, state.stored)
-
-        needed = jnp.max(committed.length - 1 - state.stored)
-        cache = when(condition, functools.partial(narrowest, STORES, needed, store), state.cache)
-        return state.replace(cache=cache, stored=jnp.where(condition, committed.length - 1, state.stored))
-
-
-@functools.partial(flax.struct.dataclass, kw_only=True)
-class FeatureBlockDrafter(ChunkedDrafter, FeatureDrafter):
+class FeatureBlockDrafter(ChunkedDrafter):
     """Drafts with DFlash and DSpark models: `spec_len` tokens per pass, at most a block's, while its rule lets it.
 
     A pass (`draft_chunk`) runs the network over the draft so far and masks (`_hidden`), and chooses tokens from the
     masks' rows (`_choose`): with a Markov head from left to right, each corrected for the one before it.
     """
 
+    model: DSparkModel
+    deferred: bool = flax.struct.field(pytree_node=False, default=False)
+    """True to store the features of many rounds at once, when a draft needs them: pays if many rounds draft nothing."""
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     max_spec_len: int = flax.struct.field(pytree_node=False)
     cut: Float[ArrayLike, ""] | None = None
@@ -147,6 +85,64 @@ class FeatureBlockDrafter(ChunkedDrafter, FeatureDrafter):
     @property
     def _multiple(self) -> int:
         return 1 if self.model.execution.platform == "cpu" else ROWS
+
+    def init(self, batch, capacity):
+        network, dtype = self.model.network, self.model.dtype
+        size = (len(self.model.feature_layers), network.config.base.hidden_size)
+        return FeatureState(
+            cache=network.init_cache(batch, capacity),
+            features=jnp.zeros((batch, *size), dtype),
+            pending=jnp.zeros((batch, PENDING if self.deferred else 0, *size), dtype),
+            stored=jnp.zeros((batch,), jnp.int32),
+            memory=self.rule.init(batch),
+        )
+
+    def prefill(self, state, committed, start, width, features):
+        # length 13, width 8: position 11 = 13 - 2 is row 11 of the chunk from 0 (outside), row 3 of the chunk from 8.
+        row = committed.length - 2 - start
+        inside = (row >= 0) & (row < width)
+        newest = gather_rows(features, jnp.clip(row, 0, width - 1)[:, None])[:, 0]
+        return state.replace(
+            cache=self.model.network.store(features, state.cache, jnp.full_like(committed.length, start)),
+            features=jnp.where(inside[:, None, None], newest, state.features),
+            stored=committed.length - 1,
+        )
+
+    def held(self, state, committed):
+        return state.stored
+
+    def commit(self, state, outcome):
+        state = super().commit(state, outcome)
+        before, after, features = outcome.before, outcome.after, outcome.features
+        # length 10 -> 13, stored 7: `pending` holds 7 8; `features` are of positions 9 10 11 12, the first 3 final.
+        # They go to slots 9 - 7 = 2 and up, so 5 are pending; `newest` is row 2, position 11 = 13 - 2.
+        count = after.length - before.length
+        newest = gather_rows(features, jnp.maximum(count - 1, 0)[:, None])[:, 0]
+        state = state.replace(features=jnp.where((count > 0)[:, None, None], newest, state.features))
+        rows = features.shape[1]
+        # With 64 slots and verifies of more than 32 rows, two rounds do not fit: store at once.
+        if not self.deferred or 2 * rows > PENDING:
+            cache = self.model.network.store(features, state.cache, before.length - 1)
+            return state.replace(cache=cache, stored=after.length - 1)
+        slot = before.length - 1 - state.stored
+
+        def write(width: int, pending: Array) -> Array:
+            return write_rows(pending, features[:, :width], slot)
+
+        # Features are wide: after a plain step, only the row that matters is moved.
+        pending = narrowest((1, rows), jnp.max(count), write, state.pending)
+        no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)
+        return self.store_pending(state.replace(pending=pending), after, no_room)
+
+    def store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
+        """Returns the state with all pending features stored in the cache, if `condition`; else as it is."""
+
+        def store(width: int, cache: KVCache) -> KVCache:
+            return self.model.network.store(state.pending[:, :width], cache, state.stored)
+
+        needed = jnp.max(committed.length - 1 - state.stored)
+        cache = when(condition, functools.partial(narrowest, STORES, needed, store), state.cache)
+        return state.replace(cache=cache, stored=jnp.where(condition, committed.length - 1, state.stored))
 
     def draft(self, state, committed, prefix=None):
         if self.deferred:

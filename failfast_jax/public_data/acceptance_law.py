@@ -80,8 +80,10 @@ def published_for(target: str, dataset: str, method: str = "failfast") -> Statis
         target=source,
         same_target=same,
         dataset=names[dataset.lower()],
-        **{name: row[name] for name in ("mean_accepted", "mean_speculated", "max_speculated")},
-        drafter_passes=row["drafter_passes_per_round"],
+        mean_accepted=row["accepted"],
+        mean_speculated=row["speculated"],
+        max_speculated=row["most_speculated"],
+        drafter_passes=row["passes"],
         target_step_ms=latency["target_step"][_NAMES.get(size, source)],
         drafter_pass_ms=latency["drafter_pass"],
     )

@@ -67,14 +67,11 @@ class Measurement:
         Four clients, 5 tokens per round, 2 ms a step, 3 ms a verify, 1 ms a draft: 4 / 2 ms = 2,000 tokens/s plain,
         4 * 5 / (3 + 1) ms = 5,000 with drafts, and so a speedup of 2.5.
         """
-        figures: dict[str, list[float]] = {name: [] for name in SPEEDS}
-        for passes in self.passes_ms.values():
-            plain = 1e3 * self.clients / passes.plain
-            for tokens in self.tokens_a_round:
-                drafted = 1e3 * self.clients * tokens / (passes.verify + passes.draft)
-                for name, figure in zip(SPEEDS, (plain, drafted, drafted / plain)):
-                    figures[name].append(figure)
-        return {name: (min(values), max(values)) for name, values in figures.items()}
+        cases = [(passes, tokens) for passes in self.passes_ms.values() for tokens in self.tokens_a_round]
+        plain = [1e3 * self.clients / passes.plain for passes, _ in cases]
+        drafted = [1e3 * self.clients * tokens / (passes.verify + passes.draft) for passes, tokens in cases]
+        figures = plain, drafted, [fast / slow for fast, slow in zip(drafted, plain)]
+        return {name: (min(values), max(values)) for name, values in zip(SPEEDS, figures)}
 
     def errors(self) -> dict[str, Range]:
         """Returns predicted over published, by the names of `SPEEDS`: 2 is twice the published speed."""

@@ -70,7 +70,7 @@ os.write(out, word.encode())
 """
 
 
-def run_program(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> bool:
+def run_program(program: str, *, seconds: float = SECONDS) -> bool:
     """Returns whether a Python program runs to its end, without an error, in time.
 
     Leaving early (`sys.exit`, `os._exit`) is not running to the end.
@@ -78,7 +78,7 @@ def run_program(program: str, *, seconds: float = SECONDS, memory: int = MEMORY)
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _RUNNER, str(max(int(seconds), 1)), str(memory), word],
+            [sys.executable, "-I", "-S", "-c", _RUNNER, str(max(int(seconds), 1)), str(MEMORY), word],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -7,18 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.drafters import model_methods
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
-from failfast_jax.drafters.model_methods import (
-    AutoOptions,
-    AutoregressiveOptions,
-    DFlashOptions,
-    DSparkOptions,
-    Eagle3Options,
-    FailfastOptions,
-    FastDllmOptions,
-    SpecDiffOptions,
-)
 from failfast_jax.drafters.suffix import SuffixOptions
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generation_config import GenerationConfig, Resolution
@@ -37,14 +28,14 @@ class VanillaOptions(MethodOptions):
 
 
 METHODS: dict[str, type[MethodOptions]] = {
-    "auto": AutoOptions,
-    "failfast": FailfastOptions,
-    "fast-dllm": FastDllmOptions,
-    "specdiff": SpecDiffOptions,
-    "dflash": DFlashOptions,
-    "dspark": DSparkOptions,
-    "eagle3": Eagle3Options,
-    "ar": AutoregressiveOptions,
+    "auto": model_methods.AutoOptions,
+    "failfast": model_methods.FailfastOptions,
+    "fast-dllm": model_methods.FastDllmOptions,
+    "specdiff": model_methods.SpecDiffOptions,
+    "dflash": model_methods.DFlashOptions,
+    "dspark": model_methods.DSparkOptions,
+    "eagle3": model_methods.Eagle3Options,
+    "ar": model_methods.AutoregressiveOptions,
     "lookup": LookupOptions,
     "suffix": SuffixOptions,
     "vanilla": VanillaOptions,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import jax.numpy as jnp
 
 from failfast_jax.bench import comparison
 from failfast_jax.bench.engine_pool import EnginePool, role_of
+from failfast_jax.bench.run_config import RunConfig
 from failfast_jax.checkpoints import hub
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters import METHODS
@@ -96,8 +98,8 @@ class StubEngine(FailFast):
 class StubEnginePool(EnginePool):
     """An `EnginePool` around one stub, with the drafters that were named taken to exist."""
 
-    def __init__(self, engine: StubEngine, **sources):
-        self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}
+    def __init__(self, engine: StubEngine, config: RunConfig):
+        self.sources = {name: getattr(config, name) for name in ("target", "drafter", "ar_drafter")}
         self.options, self.base = {"dtype": None}, engine
         self._built = {None: engine}
 
@@ -112,11 +114,7 @@ class StubEnginePool(EnginePool):
 
 def use_stub(monkeypatch) -> StubEngine:
     """Puts a stub in the place of every engine of `bench run`; all sources are taken to be there."""
-    engine, names = StubEngine(), ("target", "drafter", "ar_drafter")
-
-    def pool(*sources, **_):
-        return StubEnginePool(engine, **dict(zip(names, sources)))
-
-    monkeypatch.setattr(comparison, "EnginePool", pool)
+    engine = StubEngine()
+    monkeypatch.setattr(comparison, "EnginePool", functools.partial(StubEnginePool, engine))
     monkeypatch.setattr(hub, "resolve_source", lambda source: source)
     return engine

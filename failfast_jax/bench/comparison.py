@@ -130,14 +130,7 @@ class Comparison:
     def __init__(self, plan: RunPlan):
         config = plan.config
         self.plan, self.log = plan, AnswerLog()
-        self.engines = EnginePool(
-            config.target,
-            config.drafter,
-            config.ar_drafter,
-            dtype=config.dtype,
-            tensor_parallel=config.tensor_parallel,
-            attention=config.attention,
-        )
+        self.engines = EnginePool(config)
         if config.scores and self.engines.base.tokenizer is None and any(d.scoring for d in plan.datasets):
             name = self.engines.base.target_name
             raise ValueError(f"{name} has no tokenizer, so that answers have no text: --no-scores")

@@ -19,8 +19,6 @@ from failfast_jax.options import flag_of
 from failfast_jax.public_data.question_sets import stamp
 from failfast_jax.util.files import user_path
 
-Source = str | os.PathLike | None
-
 
 def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
     """Returns a model's name and, for files on this machine, a stamp that changes with any of them."""
@@ -66,18 +64,13 @@ def find_models_of_rows(config: RunConfig, rows: Sequence[Row]) -> None:
 
 
 class EnginePool:
-    """Engines that share one target and one set of compiled programs, built when a row first needs them.
+    """Engines of a run's models that share one target and one set of compiled programs, built when a row first needs
+    them."""
 
-    Args:
-      drafter: block-diffusion drafter; None without a target: the default pair's.
-      ar_drafter: autoregressive drafter.
-      options: `LoadOptions` fields for every engine.
-    """
-
-    def __init__(self, target: Source = None, drafter: Source = None, ar_drafter: Source = None, **options: Any):
-        self.sources = {"target": target, "drafter": drafter, "ar_drafter": ar_drafter}
-        self.options = options
-        self.base = FailFast.load(target, method=BASELINE, **options)
+    def __init__(self, config: RunConfig):
+        self.sources = {name: getattr(config, name) for name in ("target", "drafter", "ar_drafter")}
+        self.options = {name: getattr(config, name) for name in ("dtype", "tensor_parallel", "attention")}
+        self.base = FailFast.load(config.target, method=BASELINE, **self.options)
         self._built: dict[Any, FailFast] = {None: self.base}
 
     def identity(self) -> dict[str, Any]:
@@ -90,7 +83,7 @@ class EnginePool:
 
     def names(self) -> dict[str, str | None]:
         """Returns the models' names, for reports."""
-        names = {name: source and str(source) for name, source in self.sources.items()}
+        names = dict(self.sources)
         if names["target"] is None:
             shipped = embedded_drafter()
             names["target"] = default_target_path().name
@@ -111,7 +104,7 @@ class EnginePool:
             raise ValueError("needs --ar-drafter, an autoregressive model with the target's tokens")
         options: dict[str, Any] = {"method": config.method, "schedule": config.options.get("schedule")}
         # A named drafter serves all methods of its kind; these options choose among the default pair's.
-        key = (tuple(options.items()) if source is None else str(source), row.options.get(THETA))
+        key = (tuple(options.items()) if source is None else source, row.options.get(THETA))
         options |= {name: value for name, value in row.options.items() if name == THETA}
         if key not in self._built:
             self._built[key] = FailFast.load(self.base, source, **self.options, **options)

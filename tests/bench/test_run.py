@@ -335,26 +335,36 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
 
     # The default pair: a drafter for each method and schedule.
     with pytest.raises(ValueError, match="needs --ar-drafter"):
-        engine_pool.EnginePool().get(rows[-1], GenerationConfig("ar"))
+        engine_pool.EnginePool(RunConfig()).get(rows[-1], GenerationConfig("ar"))
     load.reset_mock()
-    default = engine_pool.EnginePool(ar_drafter="small")
+    default = engine_pool.EnginePool(RunConfig(ar_drafter="small"))
+    options = default.options
     engines = {row.label: default.get(row, row.config(GenerationConfig())) for row in rows}
     pairs = [(None, "failfast", None), (None, "fast-dllm", None), (None, "failfast", "aligned"), ("small", "ar", None)]
     assert load.call_args_list[1:] == [
-        call(default.base, drafter, method=method, schedule=schedule) for drafter, method, schedule in pairs
+        call(default.base, drafter, **options, method=method, schedule=schedule) for drafter, method, schedule in pairs
     ]
     default.get(Row("other base", "failfast", {"rope_theta_drafter": 5e5}), GenerationConfig("failfast"))
-    assert load.call_args == call(default.base, None, method="failfast", schedule=None, rope_theta_drafter=5e5)
+    assert load.call_args == call(
+        default.base, None, **options, method="failfast", schedule=None, rope_theta_drafter=5e5
+    )
     assert engines["lookup"] is default.base and engines["failfast"] is engines["slow"]
-    assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "drafter"}
+    assert default.max_seq_len == 100 and set(default.identity()) == {
+        "target",
+        "ar_drafter",
+        "drafter",
+        *default.options,
+    }
 
     # Named drafters: one for all methods of its kind.
     load.reset_mock()
     (tmp_path / "weights").write_text("x")
-    named = engine_pool.EnginePool("big", tmp_path)
+    named = engine_pool.EnginePool(RunConfig(target="big", drafter=str(tmp_path)))
     for row in rows[:-1]:
         named.get(row, row.config(GenerationConfig()))
-    assert load.call_args_list[1:] == [call(named.base, tmp_path, method="failfast", schedule=None)]
+    assert load.call_args_list[1:] == [
+        call(named.base, str(tmp_path), **named.options, method="failfast", schedule=None)
+    ]
     before = named.identity()
     assert before["target"] == {"name": "big", "files": None}
     (tmp_path / "weights").write_text("xy")

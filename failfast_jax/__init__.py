@@ -9,49 +9,40 @@ from typing import TYPE_CHECKING, Any
 from failfast_jax._version import __version__
 
 if TYPE_CHECKING:
-    from failfast_jax.checkpoints.checkpoint import load_model
-    from failfast_jax.engine import FailFast, Result, StreamEvent
-    from failfast_jax.generation_config import GenerationConfig
-    from failfast_jax.load_options import LoadOptions
-    from failfast_jax.models.model_config import ModelConfig
-    from failfast_jax.runtime.model_runtime import Request, Runtime
-    from failfast_jax.util.compile_cache import enable_compile_cache
-    from failfast_jax.util.hardware import tell_libtpu
-
-__all__ = [
-    "FailFast",
-    "GenerationConfig",
-    "LoadOptions",
-    "ModelConfig",
-    "Request",
-    "Result",
-    "Runtime",
-    "StreamEvent",
-    "__version__",
-    "enable_compile_cache",
-    "load_model",
-    "tell_libtpu",
-]
+    from failfast_jax.checkpoints.checkpoint import load_model as load_model
+    from failfast_jax.engine import FailFast as FailFast
+    from failfast_jax.engine import Result as Result
+    from failfast_jax.engine import StreamEvent as StreamEvent
+    from failfast_jax.generation_config import GenerationConfig as GenerationConfig
+    from failfast_jax.load_options import LoadOptions as LoadOptions
+    from failfast_jax.models.model_config import ModelConfig as ModelConfig
+    from failfast_jax.runtime.model_runtime import Request as Request
+    from failfast_jax.runtime.model_runtime import Runtime as Runtime
+    from failfast_jax.util.compile_cache import enable_compile_cache as enable_compile_cache
+    from failfast_jax.util.hardware import tell_libtpu as tell_libtpu
 
 _MODULES = {
-    "checkpoints.checkpoint": ("load_model",),
-    "util.compile_cache": ("enable_compile_cache",),
-    "generation_config": ("GenerationConfig",),
-    "engine": ("FailFast", "Result", "StreamEvent"),
-    "load_options": ("LoadOptions",),
-    "models.model_config": ("ModelConfig",),
-    "util.hardware": ("tell_libtpu",),
-    "runtime.model_runtime": ("Request", "Runtime"),
+    "FailFast": "engine",
+    "GenerationConfig": "generation_config",
+    "LoadOptions": "load_options",
+    "ModelConfig": "models.model_config",
+    "Request": "runtime.model_runtime",
+    "Result": "engine",
+    "Runtime": "runtime.model_runtime",
+    "StreamEvent": "engine",
+    "enable_compile_cache": "util.compile_cache",
+    "load_model": "checkpoints.checkpoint",
+    "tell_libtpu": "util.hardware",
 }
-"""Names of `__all__` by the modules that define them."""
+"""Modules that define the package's names."""
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            value = globals()[name] = getattr(importlib.import_module(f"failfast_jax.{module}"), name)
-            return value
-    raise AttributeError(f"module 'failfast_jax' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'failfast_jax' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"failfast_jax.{_MODULES[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -26,7 +26,11 @@ WORKER = """
 import json, sys
 answers, sys.stdout = sys.stdout, sys.stderr
 from failfast_jax import GenerationConfig, drafters
-from failfast_jax.defaults import load_pair
+try:
+    from failfast_jax.defaults import load_pair  # as it was called once
+except ImportError:
+    from failfast_jax import FailFast
+    load_pair = FailFast.load
 engine = load_pair(method="failfast")
 for line in sys.stdin:
     prompt, method, tokens = json.loads(line)

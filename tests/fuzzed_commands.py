@@ -86,9 +86,9 @@ def stop_at_models() -> None:
     from failfast_jax.train import draft_graph_calibration, selfgen, train_command
 
     generate.load = serve.load = chat.load = question_sets.hub_rows = _reached
-    hub.snapshot, selfgen.load_pair = _offline, _reached
+    hub.snapshot = _offline
     run_command.Comparison = _reached
-    micro.FailFast = types.SimpleNamespace(load=_reached)
+    micro.FailFast = selfgen.FailFast = types.SimpleNamespace(load=_reached)
     peers.PeerProcess = _reached
     train_command.open_checkpoint = draft_graph_calibration.FailFast = replay.replay_target = (
         orbax_folder.save_params

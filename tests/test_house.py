@@ -47,7 +47,7 @@ LAYERS = (
     {"drafters"},
     {"runtime", "default_pair"},
     {"engine"},
-    {"__init__", "defaults", "answer_trace"},
+    {"__init__", "answer_trace"},
     {"serving", "request_flags"},
     {"doctor", "generate", "serve", "chat", "harness", "bench", "train", "convert"},
     {"tpu_scripts"},

@@ -28,7 +28,6 @@ import numpy as np
 
 from failfast_jax.checkpoints.checkpoint import DTYPES, as_dtype
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import DataError, OptionError
 from failfast_jax.generation_config import GenerationConfig
@@ -320,7 +319,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) -> None:
-    """Writes the shards that are missing, with the engine that `load` (default: `load_pair`) returns.
+    """Writes the shards that are missing, with the engine that `load` (default: `FailFast.load`) returns.
 
     Of several processes the first one reads and writes the folder."""
     options = SelfgenOptions.given(args)
@@ -343,7 +342,7 @@ def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) 
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
     mesh = {"tensor_parallel": options.tensor_parallel, "data_parallel": options.data_parallel}
-    engine = (load or load_pair)(options.target, method=options.method, dtype=options.dtype, **mesh)
+    engine = (load or FailFast.load)(options.target, method=options.method, dtype=options.dtype, **mesh)
     writer = Writer(engine, options, texts)
     settings |= {
         "vocab_size": engine.target.config.vocab_size,

@@ -15,7 +15,6 @@ from checkpoint_files import GOLDEN, config_of, hf_folder, same_parameters, tens
 
 from failfast_jax import FailFast, generate, load_model
 from failfast_jax.checkpoints.model_folder import ModelFolder
-from failfast_jax.defaults import load_pair
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
 DFLASH, DSPARK, EAGLE = "field/dflash_qwen3_a", "field/dspark_qwen3_a", "field/eagle3_qwen3_a"
@@ -244,4 +243,4 @@ def test_a_theta_that_no_drafter_takes_is_refused():
         with pytest.raises(OptionError, match="--rope-theta-drafter 10.0: only for the folder of a drafter that reads"):
             FailFast(target(), drafter, rope_theta_drafter=10.0)
     with pytest.raises(OptionError, match="--rope-theta-drafter 10.0: --method lookup drafts without a model"):
-        load_pair("nowhere", method="lookup", rope_theta_drafter=10.0)
+        FailFast.load("nowhere", method="lookup", rope_theta_drafter=10.0)

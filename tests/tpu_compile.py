@@ -29,7 +29,7 @@ from failfast_jax.drafters import build_drafter
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels import blocks, tpu_attention
 from failfast_jax.kernels.attention_window import Window
-from failfast_jax.kernels.blocks import BlockMatrix
+from failfast_jax.kernels.blocks import StoredMatrix
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.row_operations import xla_product
 from failfast_jax.models import quantization
@@ -244,15 +244,15 @@ def check(device, method: str) -> None:
 def check_products(device) -> None:
     """Matrices of every form are widened inside a product: neither an array of their size nor a copy is written."""
 
-    def of_quant(quant: Quant) -> BlockMatrix:
+    def of_quant(quant: Quant) -> StoredMatrix:
         size, size_bytes = gguf.GGML_QUANT_SIZES[quant]
         return read_blocks(np.zeros((OUTPUTS, 2048 // size, size_bytes), np.uint8), quant)
 
     place = SingleDeviceSharding(device)
     weight = jax.ShapeDtypeStruct((OUTPUTS, 2048), jnp.bfloat16, sharding=place)
-    matrices = {scheme: quantization.rounded(weight, scheme) for scheme in quantization.SCHEMES}
+    matrices = {scheme: quantization.laid_out(weight, scheme) for scheme in quantization.SCHEMES}
     for quant in GGUF_LAYOUTS:
-        shapes = jax.eval_shape(blocks.transposed, of_quant(quant))
+        shapes = jax.eval_shape(blocks.transpose, of_quant(quant))
         matrices[quant.name] = jax.tree.map(lambda leaf: leaf.update(sharding=place), shapes)
     for name, matrix in matrices.items():
         for width in (1, 8, 16):

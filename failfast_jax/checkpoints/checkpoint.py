@@ -24,7 +24,7 @@ from failfast_jax.checkpoints.packed_matrices import packed_matrices
 from failfast_jax.checkpoints.parameter_map import AbstractModule, ParameterPart, StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.kernels import row_operations
-from failfast_jax.kernels.blocks import ACTIVATIONS, BlockMatrix, divisible
+from failfast_jax.kernels.blocks import ACTIVATIONS, BlockMatrix, StoredMatrix, with_scales_for
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -189,11 +189,7 @@ class Checkpoint:
         """Builds the decoder; see `load_model` and `read`. `flag` is that of `quantize`."""
 
         def convert(name: str, value: jax.Array | BlockMatrix) -> dict[str, Any]:
-            if quantize is not None:
-                value = quantization.converter(quantize)(name, value)
-            if isinstance(value, BlockMatrix) and place is None:
-                value = quantization.laid_out(value)
-            return {name: value}
+            return {name: quantization.convert(name, value, quantize)}
 
         most_bits = 0 if widen or self.has_blocks() else quantization.SCHEMES.get(quantize, 16)
         values = self.read(
@@ -201,7 +197,7 @@ class Checkpoint:
             place=place,
             convert=convert,
             progress=progress,
-            widen=widen,
+            as_stored=not widen,
             advised=[f"{flag} {scheme}" for scheme, bits in quantization.SCHEMES.items() if bits < most_bits],
         )
         return self.abstract_module(dtype).filled(values)
@@ -213,7 +209,7 @@ class Checkpoint:
         place: Place | None = None,
         convert: Convert | None = None,
         progress: bool | None = None,
-        widen: bool = True,
+        as_stored: bool = False,
         advised: Iterable[str] = (),
     ) -> dict[str, Any]:
         """Reads the parameters by their paths: several at a time, each process its devices' parts.
@@ -223,7 +219,7 @@ class Checkpoint:
           place: the sharding of a parameter, given its path and its shape; None: the default device.
           convert: the arrays that replace a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`, also for errors.
-          widen: turn matrices that are stored in blocks into floats.
+          as_stored: keep matrices that are stored in blocks so, and not widened.
           advised: flags that save memory, `--quantize int8`.
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
@@ -235,13 +231,17 @@ class Checkpoint:
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
 
         def layouts() -> dict[str, int]:
-            rounded = {flag: map(quantization.converter(flag.split()[1]), wanted, wanted.values()) for flag in advised}
-            return {flag: bytes_on_a_device([*arrays]) for flag, arrays in rounded.items()}
+            rounded = {
+                flag: [quantization.convert(*array, flag.split()[1]) for array in wanted.items()] for flag in advised
+            }
+            return {flag: bytes_on_a_device(arrays) for flag, arrays in rounded.items()}
 
         doing = f"{self.path}: {size / 1e9:.2f} GB of parameters"
         with explain_out_of_memory(doing, layouts=layouts):
-            files = self.table is not None
-            for name, value in self._read_files(wanted, size, progress, widen) if files else self._read_orbax(wanted):
+            arrays = (
+                self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress, as_stored)
+            )
+            for name, value in arrays:
                 values |= {name: value} if convert is None else convert(name, value)
         return values
 
@@ -252,13 +252,13 @@ class Checkpoint:
             yield name, restored.pop(name)
 
     def _read_files(
-        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None, widen: bool
+        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None, as_stored: bool
     ) -> Iterator[tuple[str, jax.Array | BlockMatrix]]:
         plan = self.check()
 
         def assemble(name: str) -> sharding.Blocks | BlockMatrix:
             array = wanted[name]
-            if plan.has_blocks(name) and not widen:
+            if as_stored and plan.has_blocks(name):
                 return _divisible(name, plan.assemble_blocks(name, array.shape), array)
             blocks = sharding.blocks_here(array.sharding, array.shape)
             return {block: plan.assemble(name, array.shape, array.dtype, block) for block in blocks}
@@ -268,20 +268,20 @@ class Checkpoint:
             for name, blocks in _prefetched(assemble, wanted):
                 place = wanted[name].sharding
                 if isinstance(blocks, BlockMatrix):
-                    yield name, blocks.with_arrays(functools.partial(sharding.put_part, place=place))
+                    yield name, blocks.with_arrays(functools.partial(sharding.put, place=place))
                 else:
                     # Waiting keeps host copies from piling up before a slow link to the device.
                     yield name, jax.block_until_ready(sharding.from_blocks(blocks, place, wanted[name].shape))
                 bar.update(math.prod(wanted[name].shape) * wanted[name].dtype.itemsize)
 
 
-def _divisible(name: str, matrix: BlockMatrix, array: jax.ShapeDtypeStruct) -> BlockMatrix:
+def _divisible(name: str, matrix: StoredMatrix, array: jax.ShapeDtypeStruct) -> StoredMatrix:
     """A matrix in blocks that can be spread as `array` is; OptionError: its blocks cannot be divided so."""
     inputs = array.sharding.shard_shape(array.shape)[-1]
     if inputs == array.shape[-1]:
         return matrix
     try:
-        return divisible(matrix, inputs)
+        return with_scales_for(matrix, inputs)
     except ValueError as error:
         devices = array.shape[-1] // inputs
         raise OptionError(f"--tensor-parallel {devices}: {name}: {error}; choose fewer devices") from error

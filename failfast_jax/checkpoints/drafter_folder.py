@@ -25,7 +25,7 @@ from failfast_jax.checkpoints.checkpoint import DTYPES, Checkpoint
 from failfast_jax.checkpoints.config_file import NESTED, SHAPE
 from failfast_jax.checkpoints.parameter_map import StoredTensor, TensorTable
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.kernels.blocks import numbers
+from failfast_jax.kernels.blocks import as_array
 from failfast_jax.models import config_keys, quantization
 from failfast_jax.models.drafter_model import Kind
 from failfast_jax.models.model_config import ModelConfig
@@ -155,14 +155,13 @@ class Settings:
         window = integer(self.raw, "sliding_window", self.where, most=values.LARGEST_ID)
         return tuple(window if kind == SLIDING else None for kind in kinds)
 
-    def read(self, read_keys: Callable[[Settings, ModelConfig | None], Any], target: ModelConfig | None) -> Any:
-        """Returns the network's configuration, see `DrafterLayout`, after a check of the keys that were not read.
+    def check(self) -> None:
+        """Checks the keys that nobody asked for.
 
         Raises:
           CheckpointError: the weights are quantised.
           ConfigError: a key changes drafts, or may.
         """
-        config = read_keys(self, target)
         config_keys.check_not_quantised(self.raw, self.where)
         known = self._read | config_keys.READ | {*NESTED, "auto_map"}
         advice = "; look there if few drafts are accepted"
@@ -171,7 +170,6 @@ class Settings:
             # As publishers write them, null and 0 are off.
             active = {k: v for k, v in unread.items() if v or (v == 0 and k in config_keys.NEUTRAL)}
             config_keys.check_unread(active, self.where, "drafts", place=home, advice=advice)
-        return config
 
 
 class OpenedDrafter(NamedTuple):
@@ -212,7 +210,12 @@ class DrafterLayout:
 
     def read_config(self, raw: Mapping[str, Any], where: str, target: ModelConfig | None = None) -> Any:
         """Reads `config.json`; ConfigError: a value that is not served, or an unread key that changes drafts."""
-        return Settings(raw, where).read(self.read_keys, target)
+        return self._read(Settings(raw, where), target)
+
+    def _read(self, settings: Settings, target: ModelConfig | None) -> Any:
+        config = self.read_keys(settings, target)
+        settings.check()
+        return config
 
     def open(
         self,
@@ -233,7 +236,7 @@ class DrafterLayout:
           ConfigError: a configuration that cannot be served, or a drafter of another target.
         """
         settings = Settings(raw, str(folder / "config.json"), rope_theta)
-        config = settings.read(self.read_keys, target)
+        config = self._read(settings, target)
         check_target(config, target, folder, target_name, *settings.trained_for)
         tensors = safetensors_file.folder_tensors(folder, safetensors_file.DTYPES | safetensors_file.INTEGERS)
         vocab, count, ids = config.base.vocab_size, config.draft_vocab, None
@@ -253,14 +256,14 @@ class DrafterLayout:
     def _load(self, checkpoint: Checkpoint, ids: np.ndarray | None, target: Decoder) -> Any:
         weights = {"embed": target.embed[...]}
         if "head" in self.borrowed:
-            weights["head"] = target.head_weight if ids is None else quantization.chosen(target.head_weight, ids)
+            weights["head"] = target.head_weight if ids is None else quantization.take_rows(target.head_weight, ids)
 
         def unless_shared(name: str, value: jax.Array) -> dict[str, jax.Array]:
             """Drops a copy of the target's embedding or head. A copy in 16 bits of a weight in 32 is one."""
             weight = weights.get(name)
             if weight is None:
                 return {name: value}
-            stored, read, weight = checkpoint.tensors[BORROWED[name]].dtype, np.asarray(value), numbers(weight)
+            stored, read, weight = checkpoint.tensors[BORROWED[name]].dtype, np.asarray(value), as_array(weight)
             rounded = stored.itemsize < 4 and np.array_equal(read, whole(weight.astype(stored).astype(read.dtype)))
             return {} if rounded or np.array_equal(read, whole(weight)) else {name: value}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
-from failfast_jax.kernels.blocks import BlockMatrix
+from failfast_jax.kernels.blocks import StoredMatrix
 
 _K_SCALES = [("outer_scale", "<f2"), ("outer_minimum", "<f2"), ("levels", "u1", (3, 4))]
 LAYOUTS = {
@@ -18,11 +18,11 @@ LAYOUTS = {
     Quant.Q5_K: [*_K_SCALES, ("fifth", "u1", 32), ("codes", "u1", (4, 32))],
     Quant.Q6_K: [("codes", "u1", (2, 2, 32)), ("high", "u1", (2, 1, 32)), ("scale", "i1", 16), ("outer_scale", "<f2")],
 }
-"""The bytes of a block, as fields of a numpy dtype. Those that `BlockMatrix` does not have are parts of others."""
+"""The bytes of a block, as fields of a numpy dtype. Those that `StoredMatrix` does not have are parts of others."""
 FOUR_BITS = (Quant.Q4_0, Quant.Q4_1, Quant.Q4_K)
 
 
-def read_blocks(stored: np.ndarray, quant: Quant) -> BlockMatrix:
+def read_blocks(stored: np.ndarray, quant: Quant) -> StoredMatrix:
     """Rows of a tensor, uint8 `[rows, blocks, bytes of a block]`, as they are stored."""
     fields = stored.view(LAYOUTS[quant])[..., 0]
     parts = {name: fields[name] for name in fields.dtype.names}
@@ -35,7 +35,7 @@ def read_blocks(stored: np.ndarray, quant: Quant) -> BlockMatrix:
     elif quant != Quant.Q8_0:
         parts["codes"] = _five_bits(parts["codes"], parts.pop("fifth"), centred=quant == Quant.Q5_0)
     rows = {name: np.ascontiguousarray(part).reshape(*stored.shape[:-2], -1) for name, part in parts.items()}
-    return BlockMatrix(**rows, bits=4 if quant in FOUR_BITS else 8)
+    return StoredMatrix(**rows, bits=4 if quant in FOUR_BITS else 8)
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from failfast_jax.checkpoints import gguf_blocks
 from failfast_jax.checkpoints.parameter_map import HF_TABLE, StoredTensor, TensorTable, is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import read_array
 from failfast_jax.errors import CheckpointError, quoted
-from failfast_jax.kernels.blocks import INPUTS, BlockMatrix
+from failfast_jax.kernels.blocks import INPUTS, StoredMatrix
 from failfast_jax.models import config_keys
 from failfast_jax.models.config_keys import LARGEST
 from failfast_jax.models.model_config import ENDS
@@ -208,7 +208,7 @@ def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: i
         stored = read_array(path, np.dtype(np.uint8), (1, (stop - start) * row_bytes), at)
         return gguf.dequantize(stored, quant).reshape(part)
 
-    def read_blocks() -> BlockMatrix:
+    def read_blocks() -> StoredMatrix:
         stored = read_array(path, np.dtype(np.uint8), (shape[0], shape[1] // block, block_bytes), begin)
         return gguf_blocks.read_blocks(stored, quant)
 

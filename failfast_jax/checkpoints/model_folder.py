@@ -275,8 +275,7 @@ def _check_options(drafter: Any, options: LoadOptions) -> None:
     quantization.check(options.quantize_drafter, "--quantize-drafter", quantization.AS_STORED)
     if options.quantize_drafter is not None and drafter is None:
         raise OptionError(f"--quantize-drafter {options.quantize_drafter}: there is no drafter")
-    if reason := quantization.refusal(options.activations, not _is_single(options)):
-        raise OptionError(f"--activations {options.activations}: {reason}")
+    quantization.check_activations(options.activations, not _is_single(options))
     if options.attention is not None and (reason := refusal(options.attention, jax.devices()[0])):
         raise OptionError(f"--attention {options.attention}: {reason}")
 

@@ -15,7 +15,7 @@ import numpy as np
 from failfast_jax.checkpoints.parameter_map import StoredTensor, is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import DTYPES
 from failfast_jax.errors import CheckpointError, named, quoted
-from failfast_jax.kernels.blocks import INPUTS, BlockMatrix
+from failfast_jax.kernels.blocks import INPUTS, StoredMatrix
 from failfast_jax.models.config_keys import QUANTISED, UNQUANTISED
 from failfast_jax.util import values
 
@@ -186,7 +186,7 @@ def _checked_shape(parts: Mapping[str, StoredTensor], packing: Packing) -> tuple
     return outputs, inputs
 
 
-def _read(parts: Mapping[str, StoredTensor], packing: Packing) -> BlockMatrix:
+def _read(parts: Mapping[str, StoredTensor], packing: Packing) -> StoredMatrix:
     """A matrix `[outputs, inputs]` in blocks; CheckpointError: act-order, or scales that are not finite or too fine."""
     arrays = {part: tensor.read(0, tensor.shape[0]) for part, tensor in parts.items()}
     indices = arrays.pop("indices", None)
@@ -227,7 +227,7 @@ def _unpacked(words: np.ndarray, bits: int, order: np.ndarray | None = None) -> 
     return codes if order is None else codes.reshape(len(words), -1, len(order))[..., order].reshape(codes.shape)
 
 
-def _blocks(codes: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None, bits: int) -> BlockMatrix:
+def _blocks(codes: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None, bits: int) -> StoredMatrix:
     """Codes uint8 `[outputs, inputs]`, scales and zeros `[outputs, groups]`: scale 0.5, code 11, zero 6 is 2.5."""
     scale, middle = np.ascontiguousarray(scale), 2 ** (bits - 1)
     if bits == 8:
@@ -236,7 +236,7 @@ def _blocks(codes: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None, bits
         groups = codes.reshape(len(codes), -1, 2, INPUTS // 2)
         packed = (groups[:, :, 0] | groups[:, :, 1] << 4).reshape(len(codes), -1)
     if zeros is None or (zeros == middle).all():
-        return BlockMatrix(packed, scale, bits=bits)
+        return StoredMatrix(packed, scale, bits=bits)
     # As scales on two levels, which is exact: 0.5 * 1 * 11 + -0.5 * 6; float16 does not hold every 0.5 * 6.
     zeros = (zeros - np.uint8(middle)).view(np.int8) if bits == 8 else np.ascontiguousarray(zeros).view(np.int8)
-    return BlockMatrix(packed, np.ones(scale.shape, np.int8), zeros, scale, -scale, bits=bits)
+    return StoredMatrix(packed, np.ones(scale.shape, np.int8), zeros, scale, -scale, bits=bits)

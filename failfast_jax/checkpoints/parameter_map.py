@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.errors import CheckpointError, named
-from failfast_jax.kernels.blocks import BlockMatrix, same_form, widened
+from failfast_jax.kernels.blocks import StoredMatrix, unify_forms
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
 
@@ -45,7 +45,7 @@ class StoredTensor:
     """`read(start, stop, out=None)` returns rows start..stop of the leading axis. If the stored bytes need no
     conversion they are written to `out` (contiguous, of this dtype and shape); otherwise a new array is returned.
     None: Orbax reads the tensor, or `read_blocks` all of it."""
-    read_blocks: Callable[[], BlockMatrix] | None = None
+    read_blocks: Callable[[], StoredMatrix] | None = None
     """Reads the whole tensor as it is stored, in numpy's arrays; None: it holds floats."""
 
 
@@ -139,7 +139,7 @@ class ReadPlan:
             if arrays is not None:
                 tensor = _in_memory(tensor, arrays[index])
             elif tensor.read is None:
-                tensor = _in_memory(tensor, widened(tensor.read_blocks()))
+                tensor = _in_memory(tensor, tensor.read_blocks().dequantized())
             segments = segments_of(out, part, self.config)
             # A fused parameter has one axis more in front: KV heads (qkv), or gate and up.
             # gate_up [2, 64, 32], block ((0, 2), (16, 32), (0, 32)): start 16 for both parts, columns None.
@@ -157,9 +157,9 @@ class ReadPlan:
         """True if all tensors of a parameter are stored in blocks."""
         return all(tensor.read_blocks is not None for _, tensor in self.sources[parameter])
 
-    def assemble_blocks(self, parameter: str, shape: tuple[int, ...]) -> BlockMatrix:
+    def assemble_blocks(self, parameter: str, shape: tuple[int, ...]) -> StoredMatrix:
         """Reads a parameter in blocks, of numpy's arrays; CheckpointError: a scale that is NaN or infinite."""
-        forms = same_form([tensor.read_blocks() for _, tensor in self.sources[parameter]])
+        forms = unify_forms([tensor.read_blocks() for _, tensor in self.sources[parameter]])
 
         def joined(*arrays: np.ndarray) -> np.ndarray:
             return self.assemble(parameter, (*shape[:-1], arrays[0].shape[-1]), arrays[0].dtype, arrays=arrays)

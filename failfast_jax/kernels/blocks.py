@@ -2,6 +2,9 @@
 
 A number is `scale * code + minimum`; where there is no minimum, codes of 4 bits count from 8 (15 stands for 7).
 llama.cpp's K-quants have scales on two levels: `scale` is then `outer_scale * scale`, and `minimum` alike.
+
+A matrix has one of three layouts: `StoredMatrix`, as it is read; and those of a model, `TiledMatrix` for the CPU's
+kernel and `TransposedMatrix` for XLA.
 """
 
 from __future__ import annotations
@@ -10,12 +13,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 TILE, INPUTS = 16, 32
@@ -27,27 +29,22 @@ ACTIVATIONS = ("int8", "float32")
 ARRAYS = ("codes", "scale", "minimum", "outer_scale", "outer_minimum")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=list(ARRAYS),
-    meta_fields=["bits", "is_tiled", "padding", "activations", "output_axes"],
-)
 @dataclasses.dataclass(frozen=True)
 class BlockMatrix:
-    """A matrix `[*L, O, I]` in blocks. `matrix[...]` is itself, and `matrix[tokens]` rows of it as numbers.
+    """A matrix `[*L, O, I]` in blocks: what the three layouts share.
+
+    `matrix[...]` is itself, and `matrix[tokens]` rows of a matrix without leading axes, in float32. Each layout has
+    `shape`, that of the numbers; `take_rows`, which are in blocks; and `dequantized`, all numbers in float32.
 
     Attributes:
-      codes: `[*L, O, I]` int8, or `[*L, O, I / 2]` uint8: input i of a group of 32 in the lower half of byte i, input
-        16 + i in the upper one.
-      scale: `[*L, O, I / group]` float16, or int8 if there is an `outer_scale`.
-      minimum: like `scale`, or None.
-      outer_scale, outer_minimum: `[*L, O, I / outer]` float16, or None.
+      codes: whole numbers.
+      scale, minimum, outer_scale, outer_minimum: one for each group of inputs of an output; all but `scale` may be
+        None.
       bits: 4 or 8.
-      is_tiled: each array is in tiles for the CPU's kernel instead; see `tiled`.
-      padding: outputs of the last tile that are none.
-      activations: one of `ACTIVATIONS`, for products of tiles.
-      output_axes: axes of outputs that are one, the last, in a matrix for XLA; 0: any other; see `transposed`.
     """
+
+    GROUP_AXIS: ClassVar[int]
+    """The axis of `scale` and the like that counts groups."""
 
     codes: Shaped[Array, "*C"]
     scale: Shaped[Array, "*G"]
@@ -55,21 +52,6 @@ class BlockMatrix:
     outer_scale: Float[Array, "*H"] | None = None
     outer_minimum: Float[Array, "*H"] | None = None
     bits: int = 8
-    is_tiled: bool = False
-    padding: int = 0
-    activations: str = "float32"
-    output_axes: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the numbers."""
-        if self.output_axes:
-            groups, group, outputs = self.codes.shape
-            return (outputs, groups * group)
-        if self.is_tiled:
-            *leading, tiles, groups, _ = self.codes.shape
-            return (*leading, tiles * TILE - self.padding, groups * INPUTS)
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
 
     @property
     def ndim(self) -> int:
@@ -79,215 +61,236 @@ class BlockMatrix:
     @property
     def group(self) -> int:
         """Inputs with one scale."""
-        return self.shape[-1] // self.scale.shape[-2 if self.is_tiled or self.output_axes else -1]
+        return self.shape[-1] // self.scale.shape[self.GROUP_AXIS]
 
-    def with_arrays(self, change: Callable[[Array], Array], **fields: Any) -> BlockMatrix:
-        """The matrix with every array changed, and other `fields`."""
-        return dataclasses.replace(jax.tree.map(change, self), **fields)
+    def scales(self, change: Callable[[Array], Array]) -> dict[str, Array | None]:
+        """All arrays but the codes, those that are there changed, by their names."""
+        parts = {name: getattr(self, name) for name in ARRAYS[1:]}
+        return {name: part if part is None else change(part) for name, part in parts.items()}
+
+    def with_arrays(self, change: Callable[[Array], Array]) -> BlockMatrix:
+        """The matrix with every array changed."""
+        return jax.tree.map(change, self)
 
     def __getitem__(self, rows: Int[Array, "*R"] | Any) -> BlockMatrix | Float[Array, "*R I"]:
-        """Rows of a matrix without leading axes, in float32."""
         if rows is Ellipsis:
             return self
-        if not self.output_axes:
-            return widened(self.chosen(rows))
-        # A TPU gathers along the last axis by way of a copy of the whole array.
-        chosen = jax.lax.platform_dependent(self, rows.reshape(-1), tpu=in_turn, default=BlockMatrix.chosen)
-        return widened(chosen).reshape(*rows.shape, -1)
+        return self.take_rows(rows.reshape(-1)).dequantized().reshape(*rows.shape, -1)
 
-    def chosen(self, rows: Int[Array, "*R"]) -> BlockMatrix:
-        """The same rows in blocks, not in tiles; of a transposed matrix, transposed."""
-        if not self.is_tiled:
-            return self.with_arrays(lambda part: part[..., rows] if self.output_axes else part[rows])
+
+def _is_layout(*fields: str) -> Callable[[type], type]:
+    """Registers a layout as a pytree of its arrays; `fields` are static, as the bits are."""
+    register = functools.partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=["bits", *fields])
+    return lambda layout: register(dataclasses.dataclass(frozen=True)(layout))
+
+
+@_is_layout()
+class StoredMatrix(BlockMatrix):
+    """A matrix as it is read, output by output.
+
+    Attributes:
+      codes: `[*L, O, I]` int8, or `[*L, O, I / 2]` uint8: input i of a group of 32 in the lower half of byte i, input
+        16 + i in the upper one.
+      scale: `[*L, O, I / group]` float16, or int8 if there is an `outer_scale`.
+      minimum: like `scale`.
+      outer_scale, outer_minimum: `[*L, O, I / outer]` float16.
+    """
+
+    GROUP_AXIS = -1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+
+    def dequantized(self) -> Float[Array, "*L O I"]:
+        """The numbers, in float32; by numpy, if the arrays are."""
+        codes, (scale, minimum) = self.unpacked(), _in_one_level(self)
+        numbers = codes.astype(np.float32).reshape(*scale.shape, -1) * scale[..., None]
+        if minimum is not None:
+            numbers = numbers + minimum[..., None]
+        return numbers.reshape(codes.shape)
+
+    def unpacked(self) -> Int[Array, "*L O I"]:
+        """The codes in int8; of 4 bits without a minimum: from -8."""
+        if self.bits == 8:
+            return self.codes
+        xp = np if isinstance(self.codes, np.ndarray) else jnp
+        pairs = self.codes.reshape(*self.codes.shape[:-1], -1, INPUTS // 2)
+        codes = xp.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(self.shape).astype(xp.int8)
+        return codes - xp.int8(8) if self.minimum is None else codes
+
+
+@_is_layout("padding", "activations")
+class TiledMatrix(BlockMatrix):
+    """A matrix in tiles of 16 outputs and 32 inputs, the last outputs filled up with zeros.
+
+    Attributes:
+      codes: `[*L, O / 16, I / 32, 16 * 16 or 32 * 16]` uint8. Four bytes of an output are neighbours: byte
+        `64 * j + 4 * o + i` of a tile is byte `4 * j + i` of the 16 or 32 of output o.
+      scale, minimum, outer_scale, outer_minimum: `[*L, O / 16, groups, 16]`.
+      padding: outputs of the last tile that are none.
+      activations: one of `ACTIVATIONS`.
+    """
+
+    GROUP_AXIS = -2
+    padding: int = 0
+    activations: str = "int8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        *leading, tiles, groups, _ = self.codes.shape
+        return (*leading, tiles * TILE - self.padding, groups * INPUTS)
+
+    def take_rows(self, rows: Int[Array, "*R"]) -> StoredMatrix:
+        """Rows of a matrix without leading axes."""
         tile, lane = rows // TILE, rows % TILE
 
-        def take(part: Array, places: int) -> Array:
+        def take(part: Array, places: int = 1) -> Array:
             # `places` bytes of each of the 16 outputs are neighbours: [tiles, *, 16, places] becomes [R, *, places].
             part = part.reshape(*part.shape[:1], -1, TILE, places)[tile, :, lane]
             return part.reshape(*rows.shape, -1)
 
         codes = take(self.codes, 4)
-        rest = {name: part if (part := getattr(self, name)) is None else take(part, 1) for name in ARRAYS[1:]}
-        return dataclasses.replace(self, codes=_as_codes(codes, self.bits), is_tiled=False, padding=0, **rest)
+        if self.bits == 8:
+            is_numpy = isinstance(codes, np.ndarray)
+            codes = codes.view(np.int8) if is_numpy else jax.lax.bitcast_convert_type(codes, jnp.int8)
+        return StoredMatrix(codes, **self.scales(take), bits=self.bits)
 
-    def outputs(self, part: slice) -> BlockMatrix:
-        """Some of the outputs."""
-        if part == slice(None):
-            return self
-        start, stop, _ = part.indices(self.shape[-2])
-        if self.is_tiled and stop == self.shape[-2] and start % TILE == 0:
-            return self.with_arrays(lambda array: array[..., start // TILE :, :, :])
-        return untiled(self).with_arrays(lambda array: array[..., part, :])
+    def outputs_from(self, first: int) -> TiledMatrix:
+        """All outputs but those before one, which begins a tile."""
+        return self.with_arrays(lambda part: part[..., first // TILE :, :, :])
 
+    def stored(self) -> StoredMatrix:
+        """The matrix as it was read."""
+        *leading, outputs, _ = self.shape
+        flat = self.with_arrays(lambda part: part.reshape(-1, *part.shape[-2:]))
+        rows = np.arange(len(flat.codes) * TILE).reshape(*leading, -1)
+        return flat.take_rows(rows[..., :outputs])
 
-def _as_codes(codes: Array, bits: int) -> Array:
-    """Codes from bytes, which are signed where they have 8 bits."""
-    if bits == 4:
-        return codes
-    return codes.view(np.int8) if isinstance(codes, np.ndarray) else jax.lax.bitcast_convert_type(codes, jnp.int8)
-
-
-def has_one_scale(blocks: BlockMatrix) -> bool:
-    """True if each output has a single scale, and no minimum."""
-    return not blocks.is_tiled and blocks.bits == 8 and blocks.scale.shape[-1] == 1 and blocks.minimum is None
+    def dequantized(self) -> Float[Array, "*L O I"]:
+        """The numbers, in float32; by numpy, if the arrays are."""
+        return self.stored().dequantized()
 
 
-def tiled(blocks: BlockMatrix) -> BlockMatrix:
-    """The matrix in tiles of 16 outputs and 32 inputs, the last of them filled up with zeros; of numpy arrays.
+@_is_layout("output_axes")
+class TransposedMatrix(BlockMatrix):
+    """A matrix as XLA multiplies by it, best on accelerators: its outputs are one axis, the last.
 
-    Codes become `[*L, O / 16, I / 32, 16 * 16 or 32 * 16]`, all others `[*L, O / 16, groups, 16]`. Four bytes of an
-    output are neighbours: byte `64 * j + 4 * o + i` of a tile is byte `4 * j + i` of the 16 or 32 of output o.
+    In a product with the first two axes XLA for TPUs widens codes in registers. From any other form that was tried it
+    writes a widened copy first.
+
+    Attributes:
+      codes: `[I / group, group, O]`: int8, or of 4 bits uint4 with a minimum and int4 without.
+      scale, minimum, outer_scale, outer_minimum: `[groups, O]`.
+      output_axes: axes of outputs that are one.
     """
-    padding = -blocks.shape[-2] % TILE
 
-    def tile(part: np.ndarray) -> np.ndarray:
+    GROUP_AXIS = 0
+    output_axes: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers, `[O, I]`."""
+        groups, group, outputs = self.codes.shape
+        return (outputs, groups * group)
+
+    def take_rows(self, rows: Int[Array, " R"]) -> TransposedMatrix:
+        """Outputs of the matrix."""
+        # A TPU gathers along the last axis by way of a copy of the whole array.
+        return jax.lax.platform_dependent(
+            self,
+            tpu=lambda matrix: matrix.with_arrays(functools.partial(in_turn, rows=rows)),
+            default=lambda matrix: matrix.with_arrays(lambda part: part[..., rows]),
+        )
+
+    def grouped(self) -> Float[Array, "G N O"]:
+        """The numbers, in float32, as the codes are."""
+        scale, minimum = _in_one_level(self)
+        numbers = self.codes.astype(jnp.float32) * scale[:, None]
+        return numbers if minimum is None else numbers + minimum[:, None]
+
+    def dequantized(self) -> Float[Array, "O I"]:
+        """The numbers, in float32."""
+        return self.grouped().reshape(-1, self.codes.shape[-1]).T
+
+
+def in_turn(part: Shaped[Array, "*G O"], rows: Int[Array, " R"]) -> Shaped[Array, "*G R"]:
+    """`part[..., rows]`, one after the other."""
+    columns = jax.lax.map(lambda row: jax.lax.dynamic_index_in_dim(part, row, part.ndim - 1, keepdims=False), rows)
+    return jnp.moveaxis(columns, 0, -1)
+
+
+def _in_one_level(blocks: BlockMatrix) -> tuple[Array, Array | None]:
+    """Scale and minimum in float32, from one level or two; of numpy's arrays, if they are."""
+    xp, axis = np if isinstance(blocks.codes, np.ndarray) else jnp, blocks.GROUP_AXIS
+
+    def level(inner: Array | None, outer: Array | None) -> Array | None:
+        if inner is None or outer is None:
+            return inner if inner is None else inner.astype(np.float32)
+        return xp.repeat(outer.astype(np.float32), inner.shape[axis] // outer.shape[axis], axis) * inner
+
+    return level(blocks.scale, blocks.outer_scale), level(blocks.minimum, blocks.outer_minimum)
+
+
+def tile(matrix: StoredMatrix) -> TiledMatrix:
+    """A matrix, of numpy's arrays, in tiles."""
+    padding = -matrix.shape[-2] % TILE
+
+    def tiles(part: np.ndarray) -> np.ndarray:
         if padding:
             part = np.pad(part, [(0, 0)] * (part.ndim - 2) + [(0, padding), (0, 0)])
         part = part.reshape(*part.shape[:-2], -1, TILE, part.shape[-1])
         return np.ascontiguousarray(part.swapaxes(-1, -2))  # [*L, O / 16, *, 16]
 
     # Four bytes are moved as one number.
-    codes = tile(np.ascontiguousarray(blocks.codes).view(np.uint32)).view(np.uint8)
-    codes = codes.reshape(*codes.shape[:-2], -1, INPUTS * TILE * blocks.bits // 8)
-    rest = {name: part if (part := getattr(blocks, name)) is None else tile(np.asarray(part)) for name in ARRAYS[1:]}
-    return dataclasses.replace(blocks, codes=codes, is_tiled=True, padding=padding, **rest)
+    codes = tiles(np.ascontiguousarray(matrix.codes).view(np.uint32)).view(np.uint8)
+    codes = codes.reshape(*codes.shape[:-2], -1, INPUTS * TILE * matrix.bits // 8)
+    return TiledMatrix(codes, **matrix.scales(tiles), bits=matrix.bits, padding=padding)
 
 
-def untiled(blocks: BlockMatrix) -> BlockMatrix:
-    """The inverse of `tiled`, traceable."""
-    if not blocks.is_tiled:
-        return blocks
-    outputs = blocks.shape[-2]
-
-    def rows(part: Array, places: int) -> Array:
-        leading = blocks.codes.shape[:-2]
-        part = part.reshape(*leading, -1, TILE, places).swapaxes(-2, -3)
-        return part.reshape(*leading[:-1], leading[-1] * TILE, -1)[..., :outputs, :]
-
-    codes = _as_codes(rows(blocks.codes, 4), blocks.bits)
-    rest = {name: part if (part := getattr(blocks, name)) is None else rows(part, 1) for name in ARRAYS[1:]}
-    return dataclasses.replace(blocks, codes=codes, is_tiled=False, padding=0, **rest)
-
-
-def unpacked(blocks: BlockMatrix) -> BlockMatrix:
-    """The matrix with codes in int8 `[*L, O, I]`, in no tiles, traceable; a transposed one as `[O, I]`."""
-    if not blocks.output_axes:
-        blocks = untiled(blocks)
-        return dataclasses.replace(blocks, codes=_codes(blocks, jnp), bits=8)
-    blocks = dataclasses.replace(blocks, codes=blocks.codes.astype(jnp.int8), bits=8, output_axes=0)
-    return blocks.with_arrays(lambda part: part.reshape(-1, part.shape[-1]).T)
-
-
-def packed(blocks: BlockMatrix) -> BlockMatrix:
-    """The matrix with its codes, which are of 4 bits in int8 (see `unpacked`), in pairs; traceable, or by numpy."""
-    codes = (blocks.codes + np.int8(8 if blocks.minimum is None else 0)).astype(np.uint8)
-    codes = codes.reshape(*blocks.codes.shape[:-1], -1, INPUTS)
-    codes = codes[..., : INPUTS // 2] | codes[..., INPUTS // 2 :] << 4
-    return dataclasses.replace(blocks, codes=codes.reshape(*blocks.codes.shape[:-1], -1), bits=4)
-
-
-def transposed(blocks: BlockMatrix, *, in_pairs: bool = True) -> BlockMatrix:
-    """The matrix as XLA multiplies by it on accelerators, traceable: its outputs are one axis, the last.
-
-    Codes become `[I / group, group, O]`: int8, or of 4 bits uint4 with a minimum and int4 without; all others
-    `[groups, O]`. In a product with the first two axes XLA for TPUs widens codes in registers. From any other form that
-    was tried it writes a widened copy first.
+def transpose(matrix: StoredMatrix, *, in_pairs: bool = True) -> TransposedMatrix:
+    """A matrix transposed; traceable.
 
     Args:
       in_pairs: false to hold codes of 4 bits in int8.
     """
-    blocks, group = untiled(blocks), blocks.group
 
     def turned(part: Array) -> Array:
         return part.reshape(-1, part.shape[-1]).T
 
-    codes = turned(_codes(blocks, jnp)).reshape(-1, group, math.prod(blocks.shape[:-1]))
-    if blocks.bits == 4 and in_pairs:
-        codes = codes.astype(jnp.int4 if blocks.minimum is None else jnp.uint4)
-    rest = {name: part if (part := getattr(blocks, name)) is None else turned(part) for name in ARRAYS[1:]}
-    return dataclasses.replace(blocks, codes=codes, output_axes=blocks.ndim - 1, **rest)
+    codes = turned(matrix.unpacked()).reshape(-1, matrix.group, math.prod(matrix.shape[:-1]))
+    if matrix.bits == 4 and in_pairs:
+        codes = codes.astype(jnp.int4 if matrix.minimum is None else jnp.uint4)
+    return TransposedMatrix(codes, **matrix.scales(turned), bits=matrix.bits, output_axes=matrix.ndim - 1)
 
 
-def in_turn(blocks: BlockMatrix, rows: Int[Array, " R"]) -> BlockMatrix:
-    """`BlockMatrix.chosen` of a transposed matrix, one row after the other."""
-
-    def sliced(part: Array) -> Array:
-        columns = jax.lax.map(lambda row: jax.lax.dynamic_index_in_dim(part, row, part.ndim - 1, keepdims=False), rows)
-        return jnp.moveaxis(columns, 0, -1)
-
-    return blocks.with_arrays(sliced)
+def as_array(matrix: Float[Array, "*S"] | BlockMatrix) -> Float[Array, "*S"]:
+    """A matrix as an array: dequantised, if it is in blocks; a transposed one as `[O, I]`, its shape."""
+    return matrix.dequantized() if isinstance(matrix, BlockMatrix) else matrix
 
 
-def transposed_numbers(blocks: BlockMatrix) -> Float[Array, "G N O"]:
-    """The numbers of a transposed matrix, computed in float32."""
-    scale = _levels(blocks.scale, blocks.outer_scale, jnp, axis=0)
-    minimum = _levels(blocks.minimum, blocks.outer_minimum, jnp, axis=0)
-    grouped = blocks.codes.astype(jnp.float32) * scale[:, None]
-    return grouped if minimum is None else grouped + minimum[:, None]
-
-
-def widened(blocks: BlockMatrix, dtype: DTypeLike = jnp.float32) -> Float[Array, "*L O I"]:
-    """The numbers that a matrix in blocks stands for, in float32; by numpy, if its arrays are. Transposed: `[O, I]`."""
-    if blocks.output_axes:
-        grouped = transposed_numbers(blocks)
-        return grouped.reshape(-1, grouped.shape[-1]).T.astype(dtype)
-    blocks = untiled(blocks)
-    xp = np if isinstance(blocks.codes, np.ndarray) else jnp
-    codes = _codes(blocks, xp)
-    scale, minimum = _levels(blocks.scale, blocks.outer_scale, xp), _levels(blocks.minimum, blocks.outer_minimum, xp)
-    grouped = codes.astype(np.float32).reshape(*scale.shape, -1) * scale[..., None]
-    if minimum is not None:
-        grouped = grouped + minimum[..., None]
-    return grouped.reshape(codes.shape).astype(dtype)
-
-
-def _codes(blocks: BlockMatrix, xp: Any) -> Array:
-    """Codes in int8 `[*L, O, I]`, of numpy or jax.numpy."""
-    if blocks.bits == 8:
-        return blocks.codes
-    pairs = blocks.codes.reshape(*blocks.codes.shape[:-1], -1, INPUTS // 2)
-    codes = xp.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(*blocks.codes.shape[:-1], -1).astype(xp.int8)
-    return codes - xp.int8(8) if blocks.minimum is None else codes
-
-
-def _arrays(blocks: BlockMatrix) -> dict[str, Array | None]:
-    return {name: getattr(blocks, name) for name in ARRAYS}
-
-
-def _levels(inner: Array | None, outer: Array | None, xp: Any, axis: int = -1) -> Array | None:
-    """Scales in float32, from one level or two, of numpy or jax.numpy; `axis`: that of groups."""
-    if inner is None or outer is None:
-        return inner if inner is None else inner.astype(np.float32)
-    repeated = xp.repeat(outer.astype(np.float32), inner.shape[axis] // outer.shape[axis], axis=axis)
-    return repeated * inner.astype(np.float32)
-
-
-def numbers(matrix: Float[Array, "*S"] | BlockMatrix) -> Float[Array, "*S"]:
-    """A matrix as an array: widened, if it is in blocks; a transposed one as `[O, I]`, its shape."""
-    return widened(matrix) if isinstance(matrix, BlockMatrix) else matrix
-
-
-def same_form(matrices: list[BlockMatrix]) -> list[BlockMatrix]:
+def unify_forms(matrices: list[StoredMatrix]) -> list[StoredMatrix]:
     """The same matrices, of numpy's arrays, with codes, scales and groups of one kind: as they are, where they agree.
 
     Otherwise codes become 8 bits, groups the shortest, and all have scales on two levels and a minimum.
     """
 
-    def form(blocks: BlockMatrix) -> tuple:
-        inputs = blocks.shape[-1]
-        present = [part if part is None else (part.dtype, inputs / part.shape[-1]) for part in _arrays(blocks).values()]
-        return blocks.bits, *present
+    def form(matrix: StoredMatrix) -> tuple:
+        parts = (getattr(matrix, name) for name in ARRAYS)
+        kinds = [part if part is None else (part.dtype, matrix.shape[-1] / part.shape[-1]) for part in parts]
+        return matrix.bits, *kinds
 
-    if len({form(blocks) for blocks in matrices}) == 1:
+    if len({form(matrix) for matrix in matrices}) == 1:
         return matrices
-    inputs = matrices[0].shape[-1]
-    groups = inputs // min(blocks.group for blocks in matrices)
-    outer = max((blocks.scale if blocks.outer_scale is None else blocks.outer_scale).shape[-1] for blocks in matrices)
-    return [_general(blocks, groups, outer) for blocks in matrices]
+    groups = matrices[0].shape[-1] // min(matrix.group for matrix in matrices)
+    outer = max((matrix.scale if matrix.outer_scale is None else matrix.outer_scale).shape[-1] for matrix in matrices)
+    return [_general(matrix, groups, outer) for matrix in matrices]
 
 
-def _general(blocks: BlockMatrix, groups: int, outer: int) -> BlockMatrix:
-    codes = _codes(blocks, np)
+def _general(matrix: StoredMatrix, groups: int, outer: int) -> StoredMatrix:
+    codes = matrix.unpacked()
 
     def repeated(part: np.ndarray, count: int) -> np.ndarray:
         return np.repeat(part, count // part.shape[-1], axis=-1)
@@ -300,13 +303,15 @@ def _general(blocks: BlockMatrix, groups: int, outer: int) -> BlockMatrix:
         ones = np.ones((*codes.shape[:-1], 1), np.int8)
         return repeated(ones if inner is None else inner, groups), repeated(above, outer)
 
-    scale, outer_scale = levels(blocks.scale, blocks.outer_scale)
-    minimum, outer_minimum = levels(blocks.minimum, blocks.outer_minimum)
-    return BlockMatrix(codes, scale, minimum, outer_scale, outer_minimum)
+    scale, outer_scale = levels(matrix.scale, matrix.outer_scale)
+    minimum, outer_minimum = levels(matrix.minimum, matrix.outer_minimum)
+    return StoredMatrix(codes, scale, minimum, outer_scale, outer_minimum)
 
 
-def rounded(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> BlockMatrix:
-    """A matrix rounded to blocks: 8 bits with a scale, or 4 bits with a scale and a minimum; traceable, or by numpy.
+def quantize(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> StoredMatrix:
+    """A matrix rounded to blocks: 8 bits with a scale, or 4 bits with a scale and a minimum.
+
+    By numpy, with scales in float16, as the CPU's kernel reads them; or traceable, with those that a TPU has.
 
     Args:
       group: inputs of a block; for 4 bits a multiple of 32.
@@ -320,16 +325,18 @@ def rounded(weight: Float[Array, "*L O I"], bits: int, group: int = INPUTS) -> B
         raise ValueError(f"{inputs} inputs: blocks take multiples of {group}")
     grouped = weight.astype(np.float32).reshape(*outputs, -1, group)
     if bits == 8:
-        # A scale of a whole output multiplies its sum, in float32: see `row_operations.xla_product`.
-        scale = (xp.abs(grouped).max(axis=-1) / 127).astype(np.float16 if group == INPUTS else np.float32)
+        # A scale of all inputs multiplies their sum, in float32: see `row_operations.xla_product`.
+        scale = (xp.abs(grouped).max(axis=-1) / 127).astype(np.float16 if xp is np else np.float32)
         codes = xp.clip(xp.round(_quotient(grouped, scale)), -127, 127).astype(np.int8)
-        return BlockMatrix(codes.reshape(weight.shape), scale)
-    # A TPU has no float16. Codes are those of the rounded scale and minimum.
-    dtype = np.float16 if group == INPUTS else jnp.bfloat16
+        return StoredMatrix(codes.reshape(weight.shape), scale)
+    # Codes are those of the rounded scale and minimum.
+    dtype = np.float16 if xp is np else jnp.bfloat16
     minimum = grouped.min(axis=-1).astype(dtype)
     scale = ((grouped.max(axis=-1) - minimum.astype(np.float32)) / 15).astype(dtype)
     codes = xp.clip(xp.round(_quotient(grouped - minimum.astype(np.float32)[..., None], scale)), 0, 15)
-    return packed(BlockMatrix(codes.astype(np.int8).reshape(weight.shape), scale, minimum))
+    codes = codes.astype(np.uint8).reshape(*outputs, -1, INPUTS)
+    pairs = codes[..., : INPUTS // 2] | codes[..., INPUTS // 2 :] << 4
+    return StoredMatrix(pairs.reshape(*outputs, -1), scale, minimum, bits=4)
 
 
 def _quotient(grouped: Array, scale: Array) -> Array:
@@ -337,19 +344,18 @@ def _quotient(grouped: Array, scale: Array) -> Array:
     return xp.where(scale == 0, np.float32(0), grouped / xp.where(scale == 0, np.float32(1), scale))
 
 
-def divisible(blocks: BlockMatrix, inputs: int) -> BlockMatrix:
-    """The matrix, of numpy's arrays, with outer scales so fine that parts of so many inputs have theirs.
+def with_scales_for(matrix: StoredMatrix, inputs: int) -> StoredMatrix:
+    """The matrix, of numpy's arrays, with scales so fine that parts of so many inputs have theirs.
 
     Raises:
       ValueError: a group of inputs would be divided.
     """
-    if inputs % max(blocks.group, INPUTS) and blocks.scale.shape[-1] > 1:
-        raise ValueError(f"groups of {max(blocks.group, INPUTS)} inputs cannot be divided into parts of {inputs}")
+    is_per_output = matrix.scale.shape[-1] == 1
+    if inputs % max(matrix.group, INPUTS) and not is_per_output:
+        raise ValueError(f"groups of {max(matrix.group, INPUTS)} inputs cannot be divided into parts of {inputs}")
 
-    def finer(part: np.ndarray | None) -> np.ndarray | None:
-        if part is None:
-            return None
-        size = blocks.shape[-1] // part.shape[-1]
-        return np.repeat(part, size // math.gcd(size, inputs, GROUP), axis=-1)
+    def finer(part: np.ndarray) -> np.ndarray:
+        size = matrix.shape[-1] // part.shape[-1]
+        return np.repeat(part, size // math.gcd(size, inputs), axis=-1)
 
-    return dataclasses.replace(blocks, outer_scale=finer(blocks.outer_scale), outer_minimum=finer(blocks.outer_minimum))
+    return dataclasses.replace(matrix, **matrix.scales(finer))

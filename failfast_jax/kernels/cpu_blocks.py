@@ -14,26 +14,24 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from failfast_jax.kernels import cpu_kernels
-from failfast_jax.kernels.blocks import TILE, BlockMatrix, widened
+from failfast_jax.kernels.blocks import INPUTS, TILE, BlockMatrix, TiledMatrix
 
 
-def supports(*, inputs: int) -> str | None:
-    """Returns why `product` cannot serve a matrix of so many inputs, or None if it can."""
+def refusal(inputs: int, matrix: BlockMatrix | None = None) -> str | None:
+    """Returns why `product` cannot serve a matrix of so many inputs, or `matrix`; None: it can."""
     if cpu_kernels.integer_lanes() is None:
         return "a processor without AVX2 or AVX-512 VNNI"
-    return f"{inputs} inputs: a multiple of 32" if inputs % 32 else None
-
-
-def refuses(blocks: BlockMatrix) -> str | None:
-    """Returns why `product` cannot serve the scales of a matrix, in tiles or not, or None if it can."""
-    axis = -2 if blocks.is_tiled else -1
+    if inputs % INPUTS:
+        return f"{inputs} inputs: a multiple of {INPUTS}"
+    if matrix is None:
+        return None
 
     def kinds(*parts: Array | None) -> set[tuple[str, int]]:
-        return {(str(part.dtype), blocks.shape[-1] // part.shape[axis]) for part in parts if part is not None}
+        return {(str(part.dtype), inputs // part.shape[matrix.GROUP_AXIS]) for part in parts if part is not None}
 
-    inner, outer = kinds(blocks.scale, blocks.minimum), kinds(blocks.outer_scale, blocks.outer_minimum)
+    inner, outer = kinds(matrix.scale, matrix.minimum), kinds(matrix.outer_scale, matrix.outer_minimum)
     dtypes = ["int8", "float16"] if outer else ["float16"]
-    is_level = not outer or (blocks.minimum is None) == (blocks.outer_minimum is None)
+    is_level = not outer or (matrix.minimum is None) == (matrix.outer_minimum is None)
     if is_level and [dtype for dtype, _ in [*inner, *outer]] == dtypes:
         if all(size == 16 or size % 32 == 0 for _, size in inner | outer):
             return None
@@ -41,21 +39,20 @@ def refuses(blocks: BlockMatrix) -> str | None:
 
 
 @jax.custom_jvp
-def product(rows: Float[Array, "R I"], blocks: BlockMatrix) -> Float[Array, "R O"]:
+def product(rows: Float[Array, "R I"], blocks: TiledMatrix) -> Float[Array, "R O"]:
     """`rows @ weight.T` in float32, by `blocks.activations`; leading axes of the matrix are outputs, too.
 
     Args:
       rows: float32.
-      blocks: in tiles.
 
     Raises:
       ValueError: the kernel would read outside its arrays.
     """
-    if not blocks.is_tiled or rows.dtype != jnp.float32 or rows.shape[1:] != blocks.shape[-1:]:
-        raise ValueError(f"product of {rows.dtype}{list(rows.shape)} by blocks {list(blocks.shape)}: wants tiles")
-    if reason := refuses(blocks):
-        raise ValueError(f"product by blocks {list(blocks.shape)}: {reason}")
     *leading, outputs, inputs = blocks.shape
+    if rows.dtype != jnp.float32 or rows.shape[1:] != (inputs,):
+        raise ValueError(f"product of {rows.dtype}{list(rows.shape)} by blocks {list(blocks.shape)}: wants float32")
+    if reason := refusal(inputs, blocks):
+        raise ValueError(f"product by blocks {list(blocks.shape)}: {reason}")
     padded = outputs + blocks.padding
     y = jax.ShapeDtypeStruct((rows.shape[0], math.prod(leading) * padded), jnp.float32)
     room = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 52,), jnp.uint8)
@@ -71,7 +68,7 @@ def product(rows: Float[Array, "R I"], blocks: BlockMatrix) -> Float[Array, "R O
 
 
 @product.defjvp
-def _product_jvp(arguments: tuple[Array, BlockMatrix], changes: tuple[Array, BlockMatrix]) -> tuple[Array, Array]:
+def _product_jvp(arguments: tuple[Array, TiledMatrix], changes: tuple[Array, TiledMatrix]) -> tuple[Array, Array]:
     (rows, blocks), (of_rows, _) = arguments, changes  # the matrix does not change
-    weight = widened(blocks)
+    weight = blocks.dequantized()
     return product(rows, blocks), of_rows @ weight.reshape(-1, weight.shape[-1]).T

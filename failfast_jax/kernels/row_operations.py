@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.blocks import BlockMatrix, has_one_scale, transposed_numbers, widened
+from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TransposedMatrix
 
 SHORTEST = 16
 """Numbers of a row that `first_largest` takes to the CPU's kernel: the widest vector."""
@@ -31,8 +31,13 @@ def product(
     Args:
       weight: floats of any type, or a matrix in blocks, whose leading axes are outputs, too.
     """
-    if isinstance(weight, BlockMatrix):
-        return _block_product(x, weight, preferred)
+    if isinstance(weight, TransposedMatrix):
+        return xla_product(x, weight, preferred)
+    if isinstance(weight, TiledMatrix):
+        from failfast_jax.kernels import cpu_blocks
+
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
+        return cpu_blocks.product(rows, weight).astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
     plain = functools.partial(xla_product, preferred=preferred)
     width = x.shape[-2] if x.ndim > 1 else 1
     if (cpu_product := _serving("product", width=width, outputs=weight.shape[0], dtype=weight.dtype)) is None:
@@ -47,43 +52,31 @@ def product(
     return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
 
 
-def _block_product(x: Float[Array, "*R I"], weight: BlockMatrix, preferred: DTypeLike | None) -> Float[Array, "*R O"]:
-    if not weight.is_tiled:
-        return xla_product(x, weight, preferred)
-    from failfast_jax.kernels import cpu_blocks
-
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
-    return cpu_blocks.product(rows, weight).astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
-
-
 def xla_product(
-    x: Float[Array, "*R I"], weight: Float[Array, "O I"] | BlockMatrix, preferred: DTypeLike | None = None
+    x: Float[Array, "*R I"], weight: Float[Array, "O I"] | TransposedMatrix, preferred: DTypeLike | None = None
 ) -> Float[Array, "*R O"]:
     """`product` by XLA, on every device and over any number of them.
 
     Blocks become numbers inside the product (but on CPU): what is read from memory are codes. As for narrower floats,
     see `kept_dtype`.
     """
-    if isinstance(weight, BlockMatrix) and weight.output_axes:
+    if isinstance(weight, TransposedMatrix):
         y = _transposed_product(x.reshape(-1, *weight.codes.shape[:2]), weight)
         return y.reshape(*x.shape[:-1], -1).astype(preferred or x.dtype)
-    scale = None
-    if isinstance(weight, BlockMatrix):
-        if has_one_scale(weight):  # which multiplies sums: what the product reads are integers, exact in any dtype
-            weight, scale = weight.codes.astype(x.dtype), weight.scale.reshape(-1)
-        else:
-            weight = widened(weight, x.dtype)
     weight = weight.reshape(-1, weight.shape[-1]).astype(x.dtype)
-    sums = preferred if scale is None else jnp.float32
-    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=sums)
-    return (y if scale is None else y * scale).astype(preferred or x.dtype)
+    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=preferred)
+    return y.astype(preferred or x.dtype)
 
 
-def _transposed_product(rows: Float[Array, "R G N"], matrix: BlockMatrix) -> Float[Array, "R O"]:
-    """Rows by a transposed matrix, in float32: the numbers are made inside the product, from codes in registers."""
-    contracted = (((1, 2), (0, 1)), ((), ()))
-    weight = transposed_numbers(matrix).astype(rows.dtype)
-    return jax.lax.dot_general(rows, weight, contracted, preferred_element_type=jnp.float32)
+def _transposed_product(rows: Float[Array, "R G N"], matrix: TransposedMatrix) -> Float[Array, "R O"]:
+    """Rows by a transposed matrix, in float32: the numbers are made inside the product, from codes in registers.
+
+    One scale of all inputs multiplies their sum: what the product then reads are integers, exact in any dtype.
+    """
+    is_scaled_last = len(matrix.scale) == 1 and matrix.minimum is None and matrix.outer_scale is None
+    weight = (matrix.codes if is_scaled_last else matrix.grouped()).astype(rows.dtype)
+    sums = jax.lax.dot_general(rows, weight, (((1, 2), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+    return sums * matrix.scale[0] if is_scaled_last else sums
 
 
 def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:

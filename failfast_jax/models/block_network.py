@@ -370,4 +370,4 @@ def bind(network: DSpark, target: Decoder, draft_ids: np.ndarray | None = None) 
     if draft_ids is None:
         return DSparkModel(network, target.embed[...], target.head_weight)
     ids = np.asarray(draft_ids, np.int32)
-    return DSparkModel(network, target.embed[...], quantization.chosen(target.head_weight, ids), jax.device_put(ids))
+    return DSparkModel(network, target.embed[...], quantization.take_rows(target.head_weight, ids), jax.device_put(ids))

@@ -28,10 +28,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.models import quantization
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import TENSOR, Execution, put
+from failfast_jax.models.sharding import TENSOR, Execution, name_of, put, transposed_specs
 
 AUTOREGRESSIVE, BLOCK_DIFFUSION = "autoregressive", "block-diffusion"
 FEATURE_BLOCK, EAGLE = "feature-block", "eagle"
@@ -98,15 +99,15 @@ class FeatureModel:
         model = self.replace(network=network)
         if mesh is None:
             return model
+        quantization.check_devices(model, mesh)
 
-        def spread_rows(weight: jax.Array) -> jax.Array:
-            even = weight.shape[0] % mesh.shape[TENSOR] == 0
-            return put(weight, NamedSharding(mesh, P(TENSOR if even else None)))
+        def place(path: Any, value: Any) -> Any:
+            is_large = name_of(path).split(".")[0] in ("embed", "head")
+            spec = P(TENSOR if is_large and value.shape[0] % mesh.shape[TENSOR] == 0 else None)
+            specs = transposed_specs(spec, value) if isinstance(value, BlockMatrix) else spec
+            return jax.tree.map(lambda part, spec: put(part, NamedSharding(mesh, spec)), value, specs)
 
-        large = {name: getattr(self, name) for name in ("embed", "head") if hasattr(self, name)}
-        network, ids = jax.tree.map(lambda x: put(x, NamedSharding(mesh, P())), (network, self.draft_ids))
-        model = self.replace(network=network, draft_ids=ids, **jax.tree.map(spread_rows, large))
-        return quantization.with_matrices_for_xla(model)
+        return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda node: isinstance(node, BlockMatrix))
 
     def quantized(self, scheme: str = "int8") -> FeatureModel:
         """With all its matrices quantised, except those that are its target's.
@@ -114,7 +115,4 @@ class FeatureModel:
         Raises:
           OptionError: see `quantization.check`.
         """
-        quantization.check(scheme)
-        large = {name: getattr(self, name, None) for name in {"embed", "head"} - {*self.shared}}
-        large = {name: quantization.rounded(x, scheme) for name, x in large.items() if x is not None}
-        return self.replace(network=quantization.with_rounded_matrices(self.network, scheme), **large)
+        return quantization.quantized(self, scheme, keep=self.shared)

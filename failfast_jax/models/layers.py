@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from failfast_jax.kernels.blocks import INPUTS, BlockMatrix, has_one_scale, packed, unpacked
+from failfast_jax.kernels.blocks import TILE, BlockMatrix, TiledMatrix, TransposedMatrix
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put_part, total, whole
+from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put, total, transposed_specs, whole
 
 
 class Linear(nnx.Module):
@@ -44,23 +44,23 @@ class Linear(nnx.Module):
         preferred: DTypeLike | None = None,
         over: Axis = None,
         multiply: Callable[..., Array] = product,
-        outputs: slice = slice(None),
+        first: int = 0,
     ) -> Float[Array, "*R O"]:
         """Computes the outputs, or some of them.
 
         Args:
           preferred: dtype of the result; None: that of `x`.
           over: mesh axis over which the inputs are spread, inside a `shard_map`.
-          outputs: slice of the last output axis that is computed.
+          first: the first output that is computed, of the last output axis; of a matrix in tiles, the first of a tile.
         """
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
         if isinstance(weight, BlockMatrix):
-            weight = weight.outputs(outputs)
+            weight = weight.outputs_from(first) if first else weight
         else:
-            weight = weight[..., outputs, :].reshape(-1, weight.shape[-1])
+            weight = weight[..., first:, :].reshape(-1, weight.shape[-1])
         y = multiply(x, weight, preferred)
         y = total(y, over)
-        return y if bias is None else y + bias[..., outputs].reshape(-1)
+        return y if bias is None else y + bias[..., first:].reshape(-1)
 
 
 class RMSNorm(nnx.Module):
@@ -129,11 +129,11 @@ class Attention(nnx.Module):
     def keys_and_values(self, x: Float[Array, "*R E"]) -> tuple[Float[Array, "*R K H"], Float[Array, "*R K H"]]:
         """Keys (normed, not rotated) and values alone, for positions that are looked at and do not look."""
         config, weight = self.config, self.qkv.weight[...]
-        if isinstance(weight, BlockMatrix) and weight.output_axes:  # whose outputs are one axis
+        queries = config.num_heads // config.num_kv_heads * config.head_dim
+        if isinstance(weight, TransposedMatrix) or (isinstance(weight, TiledMatrix) and queries % TILE):
             heads = self.heads(x)
             return heads[..., -2, :], heads[..., -1, :]
-        queries = config.num_heads // config.num_kv_heads * config.head_dim
-        heads = self.qkv(x, outputs=slice(queries, None)).reshape(*x.shape[:-1], -1, 2, config.head_dim)
+        heads = self.qkv(x, first=queries).reshape(*x.shape[:-1], -1, 2, config.head_dim)
         k, v = heads[..., 0, :], heads[..., 1, :]
         return k if self.k_norm is None else self.k_norm(k), v
 
@@ -149,7 +149,8 @@ class Attention(nnx.Module):
                     return jax.eval_shape(change, value)
                 # On every device by itself: over all of them at once, XLA would make them exchange parts.
                 value = change(jax.tree.map(whole, value))
-                return jax.tree.map(lambda part: put_part(part, NamedSharding(mesh, spec)), value)
+                specs = transposed_specs(spec, value) if isinstance(value, BlockMatrix) else spec
+                return jax.tree.map(lambda part, spec: put(part, NamedSharding(mesh, spec)), value, specs)
 
             return jax.tree.map(node, tree, is_leaf=lambda value: isinstance(value, BlockMatrix))
 
@@ -170,35 +171,46 @@ def _padded_group(config: ModelConfig, copies: int) -> int:
     return -(-config.num_heads // config.num_kv_heads // copies) * copies
 
 
-def _padded_queries(weight: Array | BlockMatrix, config: ModelConfig, copies: int) -> Any:
+def _padded_queries(weight: Array | TransposedMatrix, config: ModelConfig, copies: int) -> Array | TransposedMatrix:
     """The output projection `[E, O]` as `[E, P]`, with columns of zeros for heads that only fill up a group.
 
-    Each head gets scales of its own, unless an output has only one: 4 heads of 64 with groups of 128 get groups of 64.
+    Each head gets scales of its own, 4 heads of 64 with groups of 128 get groups of 64; or else, where an output has
+    one scale, each device.
     """
-    if isinstance(weight, BlockMatrix):
-        rows, change = unpacked(weight), functools.partial(_padded_queries, config=config, copies=copies)
+    if isinstance(weight, TransposedMatrix):
+        change = functools.partial(_padded_queries, config=config, copies=copies)
+        codes = weight.codes.astype(jnp.int8).reshape(-1, weight.shape[0])
+        codes = change(codes.T).T
 
         def per_head(part: Array) -> Array:
-            size = rows.shape[-1] // part.shape[-1]
-            return change(jnp.repeat(part, size // math.gcd(size, config.head_dim), axis=-1))
+            size = weight.shape[-1] // len(part)
+            return change(jnp.repeat(part, size // math.gcd(size, config.head_dim), axis=0).T).T
 
-        padded = rows.with_arrays(per_head)
-        padded = dataclasses.replace(padded, scale=rows.scale) if has_one_scale(rows) else padded
-        local = padded.shape[-1] // (config.num_kv_heads * copies)  # on a device: pairs of codes lie 16 inputs apart
-        return packed(padded) if weight.bits == 4 and local % INPUTS == 0 else padded
+        if len(weight.scale) == 1 and weight.minimum is None:
+            devices = config.num_kv_heads * copies
+            group, scales = len(codes) // devices, weight.scales(lambda part: jnp.repeat(part, devices, axis=0))
+        else:
+            group, scales = math.gcd(weight.group, config.head_dim), weight.scales(per_head)
+        codes = codes.reshape(-1, group, weight.shape[0]).astype(weight.codes.dtype)
+        return dataclasses.replace(weight, codes=codes, **scales)
     group = config.num_heads // config.num_kv_heads
     weight = weight.reshape(weight.shape[0], config.num_kv_heads, group, -1)  # a head's numbers, or their scales
     more = _padded_group(config, copies) - group
     return jnp.pad(weight, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(weight.shape[0], -1)
 
 
-def _copied_kv_heads(weight: Array | BlockMatrix, config: ModelConfig, copies: int) -> Array | BlockMatrix:
+def _copied_kv_heads(weight: Array | TransposedMatrix, config: ModelConfig, copies: int) -> Array | TransposedMatrix:
     """`[K, (G + 2) * H, ...]` as `[K * copies, (G' / copies + 2) * H, ...]`: each key and value repeated, and G' of
     `_padded_group`."""
-    if isinstance(weight, BlockMatrix):
-        change = functools.partial(_copied_kv_heads, config=config, copies=copies)
-        rows = unpacked(weight).with_arrays(lambda x: change(x.reshape(config.num_kv_heads, -1, x.shape[-1])))
-        return packed(rows) if weight.bits == 4 else rows
+    if isinstance(weight, TransposedMatrix):
+
+        def heads_last(part: Array) -> Array:
+            rows = jnp.moveaxis(part, -1, 0)
+            rows = _copied_kv_heads(rows.reshape(config.num_kv_heads, -1, *rows.shape[1:]), config, copies)
+            return jnp.moveaxis(rows.reshape(-1, *rows.shape[2:]), 0, -1)
+
+        codes = heads_last(weight.codes.astype(jnp.int8)).astype(weight.codes.dtype)
+        return dataclasses.replace(weight, codes=codes, **weight.scales(heads_last))
     group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
     padded = _padded_group(config, copies)
     weight = weight.reshape(config.num_kv_heads, group + 2, head_dim, *weight.shape[2:])

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels.blocks import BlockMatrix
+from failfast_jax.kernels.blocks import TransposedMatrix
 from failfast_jax.kernels.kernel_table import KERNELS, SIMULATED_TPU, TPU_KERNELS, device_of, kernel_of
 from failfast_jax.models.model_config import ModelConfig
 
@@ -131,31 +131,20 @@ def parameter_specs(module: Any, execution: Execution) -> Any:
         return None
 
     def is_transposed(node: Any) -> bool:
-        return isinstance(node, BlockMatrix) and node.output_axes > 0
+        return isinstance(node, TransposedMatrix)
 
     def spec(path: Sequence[Any], leaf: Any) -> Any:
         axes = parameter_spec(name_of(path), execution)
-        if is_transposed(leaf):
-            return transposed_specs(axes, leaf)
-        # The one scale of an output whose inputs are spread is on every device.
-        return P(*(axis if size > 1 else None for axis, size in zip(axes, leaf.shape)))
+        return transposed_specs(axes, leaf) if is_transposed(leaf) else axes
 
     return jax.tree_util.tree_map_with_path(spec, module, is_leaf=is_transposed)
 
 
-def transposed_specs(axes: P, matrix: BlockMatrix) -> BlockMatrix:
+def transposed_specs(axes: P, matrix: TransposedMatrix) -> TransposedMatrix:
     """The sharding of each array of a transposed matrix; `axes`: that of its numbers `[*L, O, I]`."""
     inputs = axes[matrix.output_axes] if len(axes) > matrix.output_axes else None
     outputs = next((axis for axis in axes[: matrix.output_axes] if axis), None)
     return jax.tree.map(lambda part: P(inputs, *[None] * (part.ndim - 2), outputs), matrix)
-
-
-def part_place(place: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """The sharding of one array of a matrix in blocks: the matrix's; the one scale of an output by outputs alone."""
-    if not isinstance(place, NamedSharding):
-        return place
-    spec = (*place.spec, *[None] * (len(shape) - len(place.spec)))
-    return NamedSharding(place.mesh, P(*spec[:-1], spec[-1] if shape[-1] > 1 else None))
 
 
 def name_of(path: Sequence[Any]) -> str:
@@ -210,11 +199,6 @@ def put(value: ArrayLike, place: Sharding, name: str = "an array") -> jax.Array:
         value = value.addressable_data(0)
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
-
-
-def put_part(part: ArrayLike, place: Sharding) -> jax.Array:
-    """`put` of one array of a matrix in blocks that is placed so."""
-    return put(part, part_place(place, part.shape))
 
 
 def whole(value: Array) -> Array:

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.attention_window import LayerCache, RowGroups, TreeMask, Window
-from failfast_jax.kernels.blocks import BlockMatrix, numbers, untiled
+from failfast_jax.kernels.blocks import BlockMatrix, as_array
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import dense_attention, rotated_heads
 from failfast_jax.kernels.row_operations import product, xla_product
@@ -34,7 +34,6 @@ from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import (
     ONE_DEVICE,
-    TENSOR,
     Execution,
     constrain,
     execution_of,
@@ -43,7 +42,6 @@ from failfast_jax.models.sharding import (
     parameter_specs,
     put,
     total,
-    whole,
 )
 from failfast_jax.util import numerics
 
@@ -56,7 +54,7 @@ class Decoder(nnx.Module):
       execution: attention kernel and devices; replace it before anything is compiled.
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`. Like other matrices it may be in a narrower
         dtype than the model (`row_operations.kept_dtype`), or in blocks.
-      mask_row: `[E]`, the embedding of the mask if `embed` is in blocks and borrowed; else None.
+      mask_row: `[E]`, the embedding of the mask if it is none of the rows of `embed`; else None.
       layers, norm, head: the other parts, in order; `head` is None when tied.
     """
 
@@ -97,9 +95,12 @@ class Decoder(nnx.Module):
             q, k, v = rotated_heads(heads, cos, sin)
             return dense_attention(q, k, v, block_size=self.config.block_size, length=length), None
 
+        def run(layer: Layer, x: Array) -> Array:
+            return layer(x, attend_to_all, self.execution)[0]
+
         x = self.embedded(ids)
         for layer in self.layers:
-            x, _ = layer(x, attend_to_all)
+            x = self.execution.per_device(run, (parameter_specs(layer, self.execution), P()), P())(layer, x)
         return self.logits_of(self.norm(x))
 
     @numerics.defaults()
@@ -113,12 +114,8 @@ class Decoder(nnx.Module):
           ids: `[B, L]` integers: an array, or lists.
 
         Raises:
-          ValueError: `ids` is not a 2-D integer array or holds ids outside the vocabulary; or the model is in blocks
-            and spread over devices, each of which has its own order of the MLP's outputs.
+          ValueError: `ids` is not a 2-D integer array or holds ids outside the vocabulary.
         """
-        gate_up = self.layers[0].mlp.gate_up.weight.get_value()
-        if self.execution.mesh is not None and isinstance(gate_up, BlockMatrix) and gate_up.output_axes:
-            raise ValueError("logits of a model in blocks on several devices: load it on one, or with widen=True")
         ids = np.asarray(ids)
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
             raise ValueError(f"ids must be a non-empty [B, L] integer array, got {ids.dtype} {ids.shape}")
@@ -155,7 +152,7 @@ class Decoder(nnx.Module):
         """The rows of an embedding, those of masks from `mask_row`, if there is one."""
         if self.mask_row is None:
             return rows
-        is_mask = tokens == self.embed[...].shape[0] - 1
+        is_mask = tokens == self.config.mask_token_id
         return jnp.where(is_mask[..., None], self.mask_row[...], rows)
 
     def window(
@@ -256,18 +253,16 @@ class Decoder(nnx.Module):
           drafter: true to leave whole on every device what does not divide evenly.
 
         Raises:
-          OptionError: see `sharding.execution_of`.
+          OptionError: see `sharding.execution_of` and `quantization.check_devices`.
         """
         if mesh is None:
             return self if kernel is None else self.with_execution(Execution(kernel=kernel))
         execution = execution_of(self.config, mesh, drafter=drafter, kernel=kernel)
-        model = quantization.without_tiles(self, execution.parts(TENSOR)).with_execution(execution)
+        quantization.check_devices(self, mesh)
+        model = self.with_execution(execution)
         specs = parameter_specs(model, execution)
         place = functools.partial(NamedSharding, execution.mesh)
-        spread = jax.tree_util.tree_map_with_path(
-            lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs
-        )
-        return quantization.with_matrices_for_xla(spread)
+        return jax.tree_util.tree_map_with_path(lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs)
 
     def quantized(self, scheme: str = "int8") -> Decoder:
         """Returns the model with its matrices in blocks; those that are so already stay as they are.
@@ -277,10 +272,7 @@ class Decoder(nnx.Module):
         Raises:
           OptionError: see `quantization.check`.
         """
-        quantization.check(scheme)
-        model = quantization.with_rounded_matrices(self, scheme)
-        model.embed = model.embed.replace(quantization.rounded(model.embed.get_value(), scheme))
-        return model
+        return quantization.quantized(self, scheme)
 
     # -- as a drafter: see `drafter_model` --------------------------------------------------
 
@@ -333,35 +325,26 @@ def _forward(model: Decoder, ids: Int[Array, "B L"], length: Int[Array, ""]) -> 
 
 
 def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> Decoder:
-    """Returns a block-diffusion drafter with its target's embedding and head, each with one more row for its mask.
+    """Returns a block-diffusion drafter with its target's embedding and head, and a mask of its own.
 
     Args:
       model: a model with a configuration of `ModelConfig.with_mask_row`; only its layers and final norm are used.
       mask: embedding of the mask token, which is never predicted.
     """
-    model, embed = copy.copy(model), target.embed[...]
-    if not isinstance(embed, BlockMatrix):
-        embed = embed.astype(target.dtype)  # the mask may need all of its bits
-    model.embed, model.mask_row = type(target.embed)(_with_row(embed, mask)), nnx.data(None)
-    if isinstance(target.embed[...], BlockMatrix):
-        model.mask_row = nnx.Param(whole(mask).astype(target.dtype))
-    model.head = None
-    if not target.config.tie_embeddings:
-        # Made anew rather than copied: inside `jax.grad` a module of an outer trace may not be changed.
-        model.head = nnx.merge(*nnx.split(target.head))
-        model.head.weight = type(target.head.weight)(_with_row(target.head_weight, jnp.zeros_like(mask)))
+    model = copy.copy(model)
+    model.embed, model.head, model.mask_row = target.embed, target.head, nnx.Param(mask.astype(target.dtype))
     return model
 
 
 def mean_embedding(target: Decoder) -> Float[Array, " E"]:
     """Returns the mean embedding, float32: the mask vector of an untrained drafter."""
-    return _mean(numbers(target.embed[...]))
+    return _mean(as_array(target.embed[...]))
 
 
 def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
     """Returns an autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
 
-    Shares all weights with `target` except the embedding and the head, which gain one row.
+    Shares all weights with `target`.
     """
     clone = copy.copy(target)
     clone.config = target.config.with_mask_row(target.config.num_layers, block_size)
@@ -369,19 +352,3 @@ def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
 
 
 _mean = jax.jit(lambda embed: jnp.mean(embed.astype(jnp.float32), axis=0))
-
-
-def _with_row(weight: Float[Array, "V E"] | BlockMatrix, row: Float[Array, " E"]) -> Float[Array, "V1 E"] | BlockMatrix:
-    """A matrix and one more row; in blocks it is one of zeros."""
-    if isinstance(weight, BlockMatrix):
-        axis = -1 if weight.output_axes else 0
-
-        def with_zeros(part: Array) -> Array:
-            return jnp.concatenate([part, jnp.zeros_like(jax.lax.slice_in_dim(part, 0, 1, axis=axis))], axis=axis)
-
-        longer = untiled(weight).with_arrays(lambda part: with_zeros(whole(part)))
-        return quantization.laid_out(longer, weight.activations) if weight.is_tiled else longer
-    return _concatenated(whole(weight), whole(row))
-
-
-_concatenated = jax.jit(lambda weight, row: jnp.concatenate([weight, row[None].astype(weight.dtype)]))

@@ -18,8 +18,7 @@ from convert.conversion import convert
 from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.kernels import blocks
-from failfast_jax.kernels.blocks import BlockMatrix, numbers
+from failfast_jax.kernels.blocks import BlockMatrix, as_array
 from failfast_jax.kernels.row_operations import product
 
 PACKED = FIXTURES / "packed"
@@ -72,7 +71,7 @@ def write(folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) 
 def matrices(model: Any) -> dict[str, np.ndarray]:
     """Numbers of the packed matrices of a model, by name."""
     layer = model.layers[0]
-    fused = [np.asarray(numbers(part.weight.get_value())) for part in (layer.attention.qkv, layer.mlp.gate_up)]
+    fused = [np.asarray(as_array(part.weight.get_value())) for part in (layer.attention.qkv, layer.mlp.gate_up)]
     return dict(zip(FACTORS, [*np.split(fused[0][0], 3), *fused[1]]))
 
 
@@ -103,7 +102,7 @@ def test_a_packed_model_as_floats(tmp_path):
     packed, _, config = model_of("awq_32")
     folder = write(tmp_path / "packed", packed, config)
     model, floats = load_model(folder), load_model(folder, widen=True)
-    unpacked = jax.tree.map(numbers, model, is_leaf=lambda x: isinstance(x, BlockMatrix))
+    unpacked = jax.tree.map(as_array, model, is_leaf=lambda x: isinstance(x, BlockMatrix))
     assert same_parameters(unpacked, floats)
     assert same_parameters(load_model(convert(folder, tmp_path / "converted", progress=False)), floats)
 
@@ -114,7 +113,7 @@ def test_blocks_of_llama_cpp():
     assert len(kinds) == 8
     for name in kinds:
         expected = tensors[f"{name}.dequantised"].read(0, 2)
-        assert np.array_equal(blocks.widened(tensors[name].read_blocks()), expected), name
+        assert np.array_equal(tensors[name].read_blocks().dequantized(), expected), name
 
 
 REFUSED = [  # a layout, changes of its settings (or all of `config.json`'s keys), and what the message names

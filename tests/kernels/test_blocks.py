@@ -12,7 +12,7 @@ import pytest
 
 from failfast_jax.checkpoints import gguf_blocks
 from failfast_jax.kernels import blocks, cpu_blocks, cpu_kernels
-from failfast_jax.kernels.blocks import BlockMatrix
+from failfast_jax.kernels.blocks import StoredMatrix
 from failfast_jax.kernels.row_operations import product
 
 INPUTS, OUTPUTS = 768, 72
@@ -36,7 +36,7 @@ FORMS = [
 ]
 
 
-def random_blocks(bits: int, group: int, has_minimum: bool, outer: int) -> BlockMatrix:
+def random_blocks(bits: int, group: int, has_minimum: bool, outer: int) -> StoredMatrix:
     random = np.random.default_rng(0)
 
     def scales(size: int, integers: bool = False) -> np.ndarray:
@@ -47,7 +47,7 @@ def random_blocks(bits: int, group: int, has_minimum: bool, outer: int) -> Block
 
     inner, above = [scales(group, bool(outer)) for _ in range(2)], [scales(outer or group) for _ in range(2)]
     codes = random.integers(-128, 128, (OUTPUTS, INPUTS * bits // 8), np.int8)
-    return BlockMatrix(
+    return StoredMatrix(
         codes.view(np.uint8) if bits == 4 else codes,
         inner[0],
         inner[1] if has_minimum else None,
@@ -66,7 +66,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
-def integer_product(x: np.ndarray, matrix: BlockMatrix) -> np.ndarray:
+def integer_product(x: np.ndarray, matrix: StoredMatrix) -> np.ndarray:
     """The product of rows rounded to int8, by numpy: integers within a group, float32 over groups, in order."""
     grouped = x.reshape(len(x), -1, 32)
     peak = np.abs(grouped).max(axis=-1)
@@ -106,7 +106,7 @@ def integer_lanes(request, monkeypatch):
 @pytest.mark.parametrize(("bits", "group", "has_minimum", "outer"), FORMS)
 def test_products_of_rounded_rows_have_the_bits_of_integer_sums(integer_lanes, bits, group, has_minimum, outer):
     matrix = random_blocks(bits, group, has_minimum, outer)
-    tiles = dataclasses.replace(blocks.tiled(matrix), activations="int8")
+    tiles = blocks.tile(matrix)
     for rows in WIDTHS:
         x = numbers(rows)
         np.testing.assert_array_equal(cpu_blocks.product(x, tiles), integer_product(x, matrix), f"{rows} rows")
@@ -115,7 +115,8 @@ def test_products_of_rounded_rows_have_the_bits_of_integer_sums(integer_lanes, b
 @pytest.mark.parametrize(("bits", "group", "has_minimum", "outer"), FORMS)
 def test_products_of_float32_rows(integer_lanes, bits, group, has_minimum, outer):
     matrix = random_blocks(bits, group, has_minimum, outer)
-    weight, tiles = np.asarray(blocks.widened(matrix), np.float64), blocks.tiled(matrix)
+    weight = matrix.dequantized().astype(np.float64)
+    tiles = dataclasses.replace(blocks.tile(matrix), activations="float32")
     x = numbers(max(WIDTHS))
     whole = np.asarray(cpu_blocks.product(x, tiles))
     np.testing.assert_array_less(abs(whole - x @ weight.T), 1e-6 * (abs(x) @ abs(weight).T) + 1e-9)
@@ -126,26 +127,26 @@ def test_products_of_float32_rows(integer_lanes, bits, group, has_minimum, outer
 @pytest.mark.parametrize(("bits", "group", "has_minimum", "outer"), FORMS)
 def test_tiles_hold_the_same_numbers(bits, group, has_minimum, outer):
     matrix = random_blocks(bits, group, has_minimum, outer)
-    weight, tiles = np.asarray(blocks.widened(matrix)), blocks.tiled(matrix)
+    weight, tiles = matrix.dequantized(), blocks.tile(matrix)
     assert tiles.shape == matrix.shape == weight.shape
     assert tiles.group == matrix.group == group
-    np.testing.assert_array_equal(blocks.widened(tiles), weight)
+    np.testing.assert_array_equal(tiles.dequantized(), weight)
     ids = np.array([[0, 17], [71, 3]])
     np.testing.assert_array_equal(tiles[ids], weight[ids])
-    np.testing.assert_array_equal(blocks.widened(tiles.outputs(slice(16, None))), weight[16:])
-    np.testing.assert_array_equal(blocks.widened(tiles.outputs(slice(3, 20))), weight[3:20])
+    np.testing.assert_array_equal(tiles.outputs_from(16).dequantized(), weight[16:])
 
 
 @pytest.mark.parametrize(("bits", "group", "has_minimum", "outer"), FORMS)
 def test_transposed_blocks_hold_the_same_numbers_and_make_the_same_products(bits, group, has_minimum, outer):
     matrix = random_blocks(bits, group, has_minimum, outer)
-    weight, turned = np.asarray(blocks.widened(matrix)), jax.jit(blocks.transposed)(matrix)
+    weight, turned = matrix.dequantized(), jax.jit(blocks.transpose)(matrix)
     assert turned.shape == matrix.shape and turned.group == group
     assert turned.codes.dtype == ("int8" if bits == 8 else "uint4" if has_minimum else "int4")
-    np.testing.assert_array_equal(blocks.widened(turned), weight)
+    np.testing.assert_array_equal(turned.dequantized(), weight)
     ids = jnp.array([[0, 17], [71, 3]])
-    for lookup in (turned.__getitem__, lambda ids: blocks.widened(blocks.in_turn(turned, ids.reshape(-1)))):
-        np.testing.assert_array_equal(np.reshape(lookup(ids), (2, 2, -1)), weight[ids])
+    np.testing.assert_array_equal(turned[ids], weight[ids])
+    in_turn = turned.with_arrays(lambda part: blocks.in_turn(part, ids.reshape(-1)))
+    np.testing.assert_array_equal(in_turn.dequantized(), weight[ids.reshape(-1)])
     for rows in (1, 8, 17):
         x = numbers(rows)
         bound = 1e-6 * (abs(x) @ abs(weight).T) + 1e-9
@@ -154,11 +155,13 @@ def test_transposed_blocks_hold_the_same_numbers_and_make_the_same_products(bits
 
 def test_outer_scales_become_so_fine_that_a_device_has_its_own():
     matrix = random_blocks(4, 32, True, 256)
-    parted = blocks.divisible(matrix, 384)  # one and a half outer scales
-    np.testing.assert_array_equal(blocks.widened(parted), blocks.widened(matrix))
+    parted = blocks.with_scales_for(matrix, 384)  # one and a half outer scales
+    np.testing.assert_array_equal(parted.dequantized(), matrix.dequantized())
     assert parted.outer_scale.shape == (OUTPUTS, INPUTS // 128)
     with pytest.raises(ValueError, match="groups of 32 inputs cannot be divided into parts of 48"):
-        blocks.divisible(matrix, 48)
+        blocks.with_scales_for(matrix, 48)
+    parted = blocks.with_scales_for(whole := random_blocks(8, 768, False, 0), 384)
+    np.testing.assert_array_equal(parted.scale, np.repeat(whole.scale, 2, axis=1))
 
 
 @pytest.mark.parametrize("quant", gguf_blocks.LAYOUTS, ids=lambda quant: quant.name)
@@ -167,16 +170,16 @@ def test_blocks_of_gguf_are_the_numbers_of_its_package(quant):
     stored = np.random.default_rng(0).integers(0, 256, (OUTPUTS, INPUTS // size, size_bytes), np.uint8)
     with np.errstate(invalid="ignore"):
         expected = gguf.dequantize(stored.reshape(OUTPUTS, -1), quant)
-        np.testing.assert_array_equal(blocks.widened(gguf_blocks.read_blocks(stored, quant)), expected)
+        np.testing.assert_array_equal(gguf_blocks.read_blocks(stored, quant).dequantized(), expected)
 
 
 def test_matrices_of_different_forms_become_one():
     matrices = [random_blocks(*form.values) for form in FORMS]
-    alike = blocks.same_form(matrices)
+    alike = blocks.unify_forms(matrices)
     assert len({jax.tree.structure(matrix) for matrix in alike}) == 1
     for before, after in zip(matrices, alike):
-        np.testing.assert_array_equal(blocks.widened(after), blocks.widened(before))
-    assert blocks.same_form(matrices[:1] * 2)[0] is matrices[0]
+        np.testing.assert_array_equal(after.dequantized(), before.dequantized())
+    assert blocks.unify_forms(matrices[:1] * 2)[0] is matrices[0]
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 1 / 250), (4, 1 / 28)])
@@ -185,24 +188,24 @@ def test_rounding_moves_a_number_by_half_a_step_at_most(bits, error):
     grouped = np.asarray(weight).reshape(48, -1, 32)
     span = 2 * abs(grouped).max(-1) if bits == 8 else grouped.max(-1) - grouped.min(-1)
     for array in (weight, np.asarray(weight)):
-        matrix = blocks.rounded(array, bits)
+        matrix = blocks.quantize(array, bits)
         assert isinstance(matrix.codes, type(array))
-        moved = abs(np.asarray(blocks.widened(matrix)) - weight).reshape(grouped.shape).max(-1)
+        moved = abs(matrix.dequantized() - weight).reshape(grouped.shape).max(-1)
         assert np.all(moved <= error * span)
     with pytest.raises(ValueError, match="40 inputs"):
-        blocks.rounded(jnp.ones((4, 40)), bits)
+        blocks.quantize(jnp.ones((4, 40)), bits)
 
 
 @pytest.mark.parametrize("change", [np.float32, np.int8, lambda scale: np.repeat(scale, 4, axis=1)])
 def test_scales_that_the_kernel_cannot_read_are_refused(change):
     matrix = random_blocks(8, 32, False, 0)
-    tiles = blocks.tiled(dataclasses.replace(matrix, scale=change(matrix.scale)))
+    tiles = blocks.tile(dataclasses.replace(matrix, scale=change(matrix.scale)))
     with pytest.raises(ValueError, match=r"product by blocks \[72, 768\]: scales .*wants float16"):
         cpu_blocks.product(numbers(1), tiles)
 
 
 def test_rows_that_are_not_finite_give_none_that_are():
-    tiles = dataclasses.replace(blocks.tiled(random_blocks(4, 32, True, 0)), activations="int8")
+    tiles = blocks.tile(random_blocks(4, 32, True, 0))
     x = numbers(3)
     x[0, 5], x[2, 700] = np.nan, np.inf
     finite = np.isfinite(cpu_blocks.product(x, tiles)).all(axis=1)
@@ -211,7 +214,7 @@ def test_rows_that_are_not_finite_give_none_that_are():
 
 def test_gradients_pass_through_a_matrix_in_blocks():
     matrix = random_blocks(4, 32, True, 0)
-    x, weight = jnp.asarray(numbers(2)), blocks.widened(matrix)
-    tiles = dataclasses.replace(jax.tree.map(jnp.asarray, blocks.tiled(matrix)), activations="int8")
+    x, weight = jnp.asarray(numbers(2)), matrix.dequantized()
+    tiles = jax.tree.map(jnp.asarray, blocks.tile(matrix))
     gradient = jax.grad(lambda x: product(x, tiles).sum())(x)
     np.testing.assert_allclose(gradient, jnp.broadcast_to(weight.sum(0), x.shape), rtol=1e-4, atol=1e-4)

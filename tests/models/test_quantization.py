@@ -18,10 +18,9 @@ from tiny_models import random_extended, random_model, tiny_config
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.decoding import picking
-from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks, cpu_blocks, cpu_kernels
-from failfast_jax.kernels.blocks import BlockMatrix, numbers
+from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TransposedMatrix, as_array
 from failfast_jax.kernels.row_operations import product
 from failfast_jax.models import quantization, sharding, transformer
 from failfast_jax.models.layers import Linear
@@ -78,8 +77,8 @@ def test_quantised_as_it_is_read(name):
 @pytest.fixture(scope="module")
 def folder_pairs():
     """A quantised target with its drafter's folder by form, None: unless it is said; a quantised drafter in memory."""
-    if cpu_blocks.supports(inputs=64):
-        pytest.skip(cpu_blocks.supports(inputs=64))
+    if cpu_blocks.refusal(64):
+        pytest.skip(cpu_blocks.refusal(64))
     target, folder = load_model(GOLDEN / "field/qwen3_a", quantize="int8"), GOLDEN / "field/dspark_qwen3_a"
     pairs = {form: FailFast.load(target, folder, quantize_drafter=form) for form in (None, "none", "int4")}
     options = {"quantize_drafter": "int8", "programs": pairs[None].runtime.programs}
@@ -92,7 +91,7 @@ def test_a_folders_drafter_is_rounded_as_its_target_is(folder_pairs):
         model = forms[form]
         # 16 and 80 inputs fill no block of 32: the Markov and the confidence head have other forms.
         matrices = [layer.weight[...] for layer in linears(model.network) if layer.weight[...].shape[-1] % 32 == 0]
-        assert len(matrices) == 9 and all(x.is_tiled for x in [*matrices, model.embed, model.head])
+        assert len(matrices) == 9 and all(isinstance(x, TiledMatrix) for x in [*matrices, model.embed, model.head])
         assert {x.bits for x in [*matrices, model.embed, model.head]} == {bits}
         assert {x.activations for x in matrices} == {"int8"}
     assert not any(isinstance(layer.weight[...], BlockMatrix) for layer in linears(forms["none"].network))
@@ -113,7 +112,7 @@ def test_bad_input_is_named_before_anything_is_read():
     with pytest.raises(OptionError, match="--quantize-drafter fp8: must be one of int8, int4, none"):
         FailFast("nowhere", "else", quantize_drafter="fp8")
     with pytest.raises(OptionError, match="--method lookup drafts without"):
-        load_pair("nowhere", method="lookup", quantize_drafter="int8")
+        FailFast.load("nowhere", method="lookup", quantize_drafter="int8")
     with pytest.raises(OptionError, match="--activations int9: must be 'int8' or 'float32'"):
         FailFast("nowhere", activations="int9")
     with pytest.raises(OptionError, match="--activations int9: must be one of int8, float32"):
@@ -129,7 +128,7 @@ needs_kernel = pytest.mark.skipif(cpu_kernels.integer_lanes() is None, reason="X
 def widened(model):
     """The model with its matrices in blocks as numbers."""
     return jax.tree.map(
-        lambda leaf: numbers(leaf) if isinstance(leaf, BlockMatrix) else leaf,
+        lambda leaf: as_array(leaf) if isinstance(leaf, BlockMatrix) else leaf,
         model,
         is_leaf=lambda node: isinstance(node, BlockMatrix),
     )
@@ -210,8 +209,9 @@ def test_activations_are_served_or_refused():
 def test_int8_is_refused_on_other_devices(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     for activations in ("int8", "float32"):
-        assert quantization.refusal(activations) == "for CPUs only"
-    assert quantization.refusal(None) is None
+        with pytest.raises(OptionError, match=f"--activations {activations}: for CPUs only"):
+            quantization.check_activations(activations)
+    quantization.check_activations(None)
 
 
 def test_savings_are_those_of_the_shapes():
@@ -231,27 +231,26 @@ def test_savings_are_those_of_the_shapes():
 # Models in blocks on a mesh, here of one device.
 
 
-@pytest.mark.parametrize("layout", [blocks.untiled, lambda matrix: quantization.for_xla(blocks.untiled(matrix))])
 @pytest.mark.parametrize(("bits", "group", "head_dim"), [(8, 192, 32), (8, 32, 32), (4, 64, 32), (4, 32, 16)])
-def test_copies_of_heads_in_blocks_have_the_same_numbers(bits, group, head_dim, layout):
+def test_copies_of_heads_in_blocks_have_the_same_numbers(bits, group, head_dim):
     model = random_model(tiny_config(num_heads=192 // head_dim, num_kv_heads=2, head_dim=head_dim, hidden_size=192))
     attention, exact = copy.deepcopy(model.layers[0].attention), model.layers[0].attention
     for name in ("qkv", "o"):
-        matrix = blocks.rounded(getattr(exact, name).weight[...], bits, group)
-        getattr(exact, name).weight = nnx.Param(numbers(matrix))
-        getattr(attention, name).weight = nnx.Param(layout(matrix))
+        matrix = blocks.quantize(getattr(exact, name).weight[...], bits, group)
+        getattr(exact, name).weight = nnx.Param(as_array(matrix))
+        getattr(attention, name).weight = nnx.Param(blocks.transpose(matrix))
     mesh = sharding.make_mesh()
     small, exact = (each.with_copies(2, mesh, sharding.TENSOR) for each in (attention, exact))
     for name in ("qkv", "o"):
         matrix, expected = (getattr(each, name).weight[...] for each in (small, exact))
         assert isinstance(matrix, BlockMatrix)
-        np.testing.assert_array_equal(numbers(matrix), expected)
+        np.testing.assert_array_equal(as_array(matrix), expected.reshape(matrix.shape))
 
 
-def test_a_matrix_laid_out_for_one_device_is_not_divided():
-    matrix = blocks.rounded(jax.numpy.ones((2, 16, 64)), 4)
-    with pytest.raises(OptionError, match="--tensor-parallel 2: the quantised model was read for one device"):
-        quantization.without_tiles(quantization.for_xla(matrix), 2)
+def test_a_matrix_laid_out_for_other_devices_is_not_spread():
+    model, mesh = random_model(tiny_config(**SIZES)), sharding.mesh_of(jax.devices()[:1] * 2)
+    with pytest.raises(OptionError, match="was read for 1 devices, and is to be run by 2: give its path"):
+        model.quantized().spread(mesh)
 
 
 def test_masks_are_embedded_where_the_vocabulary_is_spread():
@@ -263,24 +262,14 @@ def test_masks_are_embedded_where_the_vocabulary_is_spread():
     assert np.abs(expected[0, 1]).max() > 0
 
 
-def test_rows_of_a_matrix_with_one_scale_are_not_tiled():
-    matrix = blocks.rounded(np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32), 8, 64)
-    chosen = quantization.chosen(jax.tree.map(jax.numpy.asarray, matrix), np.arange(0, 40, 2))
-    assert not chosen.is_tiled
-    x = np.ones((1, 64), np.float32)
-    np.testing.assert_allclose(product(x, chosen), x @ numbers(matrix)[::2].T, rtol=1e-5)
-
-
-def test_blocks_of_several_processes_are_gathered_before_rows_are_taken(monkeypatch):
+def test_rows_of_a_transposed_matrix_are_transposed(monkeypatch):
     gathered = []
-    for module in (quantization, transformer):
-        monkeypatch.setattr(module, "whole", lambda part: gathered.append(part.shape) or part)
-    matrix = jax.tree.map(jax.numpy.asarray, blocks.rounded(np.ones((4, 64), np.float32), 8, 64))
-    quantization.chosen(matrix, np.arange(2))
-    assert gathered == [(4, 64), (4, 1)]
-    target = random_model(tiny_config(**SIZES, tie_embeddings=True)).quantized()
-    transformer.as_untrained_drafter(target, 8)
-    assert gathered[2:-1] == [part.shape for part in jax.tree.leaves(blocks.untiled(target.embed[...]))]
+    monkeypatch.setattr(quantization, "whole", lambda part: gathered.append(part.shape) or part)
+    matrix = blocks.quantize(jax.numpy.asarray(np.random.default_rng(0).standard_normal((40, 64))), 8, 64)
+    chosen = quantization.take_rows(blocks.transpose(matrix), np.arange(0, 40, 2))
+    assert isinstance(chosen, TransposedMatrix) and gathered == [(1, 64, 40), (1, 40)]
+    x = np.ones((1, 64), np.float32)
+    np.testing.assert_allclose(product(x, chosen), x @ as_array(matrix)[::2].T, rtol=1e-5)
 
 
 def test_argmax_of_logits_on_a_mesh_is_xlas():

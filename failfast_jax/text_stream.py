@@ -75,7 +75,10 @@ class TextStream:
             ends = [at for stop in self._stop if (at := self._whole.find(stop, len(self.text))) >= 0]
             if ends or not self._stop_ids.isdisjoint(part):
                 self._whole, self.stopped = self._whole[: min(ends, default=None)], True
-        held = 0 if last or self.stopped else self._possible_stop()
+        # Characters at the end that a stop string may begin with.
+        starts = [stop[:length] for stop in self._stop for length in range(1, len(stop))]
+        possible = max((len(start) for start in starts if self._whole.endswith(start)), default=0)
+        held = 0 if last or self.stopped else possible
         new = self._whole[len(self.text) : len(self._whole) - held]
         self.text += new
         return new
@@ -91,11 +94,6 @@ class TextStream:
         if len(window) > start and (last or not window.endswith(UNFINISHED)):
             self._whole += window[start:]
             self._shown, self._done = self._done, len(self._ids)
-
-    def _possible_stop(self) -> int:
-        """Characters at the end of the text that a stop string may begin with."""
-        starts = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
-        return max((len(start) for start in starts if self._whole.endswith(start)), default=0)
 
 
 def _tail(tokenizer: Any, context: Sequence[int]) -> list[int]:

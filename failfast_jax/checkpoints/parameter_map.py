@@ -235,7 +235,7 @@ def match_tensors(
         "unexpected tensors": [f"{name} in {tensors[name].file}" for name in unexpected],
         "tensors whose shape contradicts the configuration": misshaped,
     }
-    problems = [f"{kind}: {_first_few(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
     if missing and unexpected:
         problems.append(f"is its model_type really '{config.model_type}'?")
     if problems:
@@ -253,10 +253,9 @@ def stored_tensors(table: TensorTable, params: Mapping[str, Any], config: ModelC
     }
 
 
-def _first_few(names: Sequence[str], limit: int = 5) -> str:
-    """Joins up to `limit` names and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _listed(names: Sequence[str]) -> str:
+    """Joins five names, and the number of the others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
 
 
 def fill(

@@ -61,13 +61,12 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
       CheckpointError: no weights, only pickled ones, a missing shard, a damaged file, or two names of one tensor.
       ConfigError: by the name of one is something that is no file.
     """
-    stored = _stored_tensors(folder, dtypes)
+    files = [folder / WEIGHTS] if is_regular_file(folder / WEIGHTS) else _shards(folder)
+    stored = {name: tensor for file in files for name, tensor in file_tensors(file, dtypes).items()}
     return _renamed(stored, folder, lambda name: _WRAPPERS.sub(r"\1", name))
 
 
-def _stored_tensors(folder: Path, dtypes: Mapping[str, np.dtype]) -> dict[str, StoredTensor]:
-    if is_regular_file(folder / WEIGHTS):
-        return file_tensors(folder / WEIGHTS, dtypes)
+def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not is_regular_file(index):
         raise CheckpointError(_no_weights(folder))
@@ -77,12 +76,10 @@ def _stored_tensors(folder: Path, dtypes: Mapping[str, np.dtype]) -> dict[str, S
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise CheckpointError(f"{index}: tensor {named(name)} is in {quoted(shard)}, which is not a file's name")
-    tensors: dict[str, StoredTensor] = {}
-    for shard in sorted(set(weight_map.values())):
-        if not is_regular_file(folder / shard):
-            raise CheckpointError(f"{folder / shard}: no such file, but {INDEX} names it; download it again")
-        tensors |= file_tensors(folder / shard, dtypes)
-    return tensors
+    shards = [folder / shard for shard in sorted(set(weight_map.values()))]
+    if missing := [shard for shard in shards if not is_regular_file(shard)]:
+        raise CheckpointError(f"{missing[0]}: no such file, but {INDEX} names it; download it again")
+    return shards
 
 
 def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[str, StoredTensor]:

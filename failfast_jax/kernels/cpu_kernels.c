@@ -2,7 +2,8 @@
 //
 // `compile_cpu_kernels.py` makes LLVM text of this file, once per width of vector registers (LANES float32 numbers);
 // `cpu_kernels.py` compiles that text for the processor at hand, and XLA calls the handlers at the end of this file
-// through its FFI. Every function except the handlers and the NOINLINE ones is inlined, with constants for `type` and `rows`.
+// through its FFI. Every function except the handlers and the NOINLINE ones is inlined, with constants for `type` and
+// `rows`.
 //
 // A row's result never depends on the other rows: each sum has one order, whatever the number of rows or threads.
 
@@ -22,6 +23,15 @@ extern const long code_bits, group, outer, has_minimum;  // of products of block
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("clang loop unroll(full)")
+// Runs CALL with N rows, a constant of 1 .. 8 that code is made for: `count` of them, but at most `most`.
+#define WITH_ROWS(count, most, CALL)                                      \
+  switch (least(count, most)) {                                           \
+    CASE_OF(1, most, CALL) CASE_OF(2, most, CALL) CASE_OF(3, most, CALL)  \
+    CASE_OF(4, most, CALL) CASE_OF(5, most, CALL) CASE_OF(6, most, CALL)  \
+    CASE_OF(7, most, CALL) CASE_OF(8, most, CALL)                         \
+  }
+#define CASE_OF(ROWS, most, CALL) \
+  case ROWS: if (ROWS <= most) { enum { N = ROWS }; CALL; } break;
 
 typedef float floats __attribute__((ext_vector_type(LANES)));
 typedef int32_t integers __attribute__((ext_vector_type(LANES)));
@@ -54,19 +64,16 @@ INLINE floats load(const void *at, Type type) {
   }
 }
 
-INLINE float load_one(const void *at, Type type) {
-  switch (type) {
-    case BFLOAT16: {
-      union { uint32_t i; float f; } upper = {(uint32_t)*(const uint16_t *)at << 16};
-      return upper.f;
-    }
-    case FLOAT16: return *(const _Float16 *)at;
-    case INT8: return *(const int8_t *)at;
-    default: return *(const float *)at;
-  }
+// The first `count` numbers, fewer than LANES, and zeros.
+INLINE floats load_some(const void *at, long count, Type type) {
+  char numbers[4 * LANES] = {0};
+  __builtin_memcpy(numbers, at, count * bytes_of(type));
+  return load(numbers, type);
 }
 
 INLINE void store(float *at, floats value) { *(floats_at *)at = value; }
+
+INLINE void store_some(float *at, long count, floats value) { __builtin_memcpy(at, &value, count * 4); }
 
 INLINE floats fma_(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
 
@@ -83,43 +90,16 @@ INLINE void prefetch(const void *at, long size, long ahead) {
 
 // One level of `sums`: adds the halves of each block of `size` lanes of `a`, then of `b`. Eight lanes, size 8 and 4:
 //   a = a0 .. a7, b = b0 .. b7  ->  a0+a4 .. a3+a7, b0+b4 .. b3+b7  ->  a0+a4+a2+a6, a1+a5+a3+a7, the same of b, ...
-#if LANES == 16
 INLINE floats halved(floats a, floats b, int size) {
-  switch (size) {
-    case 16:
-      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-             __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    case 8:
-      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-             __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    case 4:
-      return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-             __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    default:
-      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  floats lower, upper;
+  UNROLL
+  for (int i = 0; i < LANES / 2; i++) {
+    const int lane = 2 * i - i % (size / 2);  // each block's first half, of one block after the other
+    lower[i] = a[lane], lower[LANES / 2 + i] = b[lane];
+    upper[i] = a[lane + size / 2], upper[LANES / 2 + i] = b[lane + size / 2];
   }
+  return lower + upper;
 }
-#elif LANES == 8
-INLINE floats halved(floats a, floats b, int size) {
-  switch (size) {
-    case 8:
-      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
-             __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    case 4:
-      return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13) +
-             __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
-    default:
-      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-  }
-}
-#else
-INLINE floats halved(floats a, floats b, int size) {
-  if (size == 4) return __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-}
-#endif
 
 // The sum over the lanes of each of `count` vectors, in lanes 0 .. count-1 of the first (LANES of them per vector).
 // `vectors` has room for a multiple of LANES. The order of a sum does not depend on the other vectors.
@@ -146,16 +126,7 @@ INLINE float sum(floats vector) {
 }
 
 // The largest lane; no lane is NaN.
-INLINE float largest(floats vector) {
-  UNROLL
-  for (int size = LANES / 2; size > 0; size /= 2) {
-    floats other = vector;
-    UNROLL
-    for (int i = 0; i < size; i++) other[i] = vector[size + i];
-    vector = larger(vector, other);
-  }
-  return vector[0];
-}
+INLINE float largest(floats vector) { return __builtin_reduce_max(vector); }
 
 // e to the power of each lane of x <= 0, to about one unit in the last place (Cephes' polynomial); below -87 as at -87.
 INLINE floats exponential(floats x) {
@@ -235,19 +206,12 @@ INLINE void parallel_for(XLA_FFI_CallFrame *frame, long count, Work *work, const
 // ------------------------------------------------------------------------------------------------ products
 
 enum {
-  PIECE = 48,           // outputs of a piece of work
-  AHEAD = 8192,         // bytes between what is read and what is prefetched
-  THIN_AHEAD = 4096,    // the same where weights are read in memory order
-  MOST_ROWS = 8,        // of a tile
-  MOST_OUTPUTS = 6,     // of a tile; `cpu_product.LEAST_OUTPUTS`
-  MOST_SUMS = 24,       // of a tile: 8 rows x 3 outputs, or 4 x 6
-  // With few rows, one to four outputs are computed at a time, so that weights are read in memory order. Few is at most
-  // 2 rows, or 4 of float32 weights if the rows hold at most 6,144 numbers and so fit in L1. Below 256 inputs, summing
-  // the lanes would cost more than this saves.
-  ALWAYS_THIN = 2,
-  THIN_ROWS = 4,
-  THIN_NUMBERS = 6144,
-  THIN_INPUTS = 256,
+  PIECE = 48,        // outputs of a piece of work
+  AHEAD = 8192,      // bytes between what is read and what is prefetched
+  TILE_ROWS = LANES == 8 ? 4 : 8,
+  TILE_OUTPUTS = 3,  // rows and outputs of a tile, the fastest that were tried; `cpu_product.LEAST_OUTPUTS`
+  MOST_OUTPUTS = 4,  // of a tile of products or of scores
+  MOST_SUMS = 24,    // of a tile: 8 rows x 3 outputs
 };
 
 typedef struct {
@@ -257,15 +221,16 @@ typedef struct {
   long rows, inputs, outputs;
 } Product;
 
-// Adds the products of LANES inputs to the sums of `rows` rows and `width` outputs.
-INLINE void add_products(const float *x, const void *w, floats *total, long inputs, long at, int rows, int width,
-                         Type type) {
+// Adds the products of `count` inputs, LANES or fewer, to the sums of `rows` rows and `width` outputs.
+INLINE void add_products(const float *x, const void *w, floats *total, long inputs, long at, long count, int rows,
+                         int width, Type type) {
   floats weights[MOST_OUTPUTS];
   UNROLL
-  for (int output = 0; output < width; output++) weights[output] = load(element(w, output * inputs + at, type), type);
+  for (int output = 0; output < width; output++)
+    weights[output] = load_some(element(w, output * inputs + at, type), count, type);
   UNROLL
   for (int row = 0; row < rows; row++) {
-    floats numbers = load(x + row * inputs + at, FLOAT32);
+    const floats numbers = load_some(x + row * inputs + at, count, FLOAT32);
     UNROLL
     for (int output = 0; output < width; output++)
       total[row * width + output] = fma_(numbers, weights[output], total[row * width + output]);
@@ -273,76 +238,40 @@ INLINE void add_products(const float *x, const void *w, floats *total, long inpu
 }
 
 // `rows` rows of x times `width` outputs of w, summed in registers. Two rows and three outputs, LANES 16, 40 inputs:
-// six vectors of sums over inputs 0..15 and 16..31, then six totals over their lanes, then inputs 32 to 39 one by one.
-INLINE void tile(const float *x, const void *w, float *y, long inputs, long stride, int rows, int width, Type type,
-                 long ahead) {
+// six vectors of sums over inputs 0..15, 16..31 and 32..39, then six totals over their lanes.
+INLINE void tile(const float *x, const void *w, float *y, long inputs, long stride, int rows, int width, Type type) {
   floats total[MOST_SUMS + LANES];
   UNROLL
   for (int i = 0; i < rows * width; i++) total[i] = (floats)0.0f;
-  // A turn of the loop takes a cache line of narrow weights, or four vectors.
-  const long turn = LANES * (type == FLOAT32 ? 1 : most(least(64 / (bytes_of(type) * LANES), 4), 1));
+  const long turn = most(64 / bytes_of(type), LANES);  // a cache line of weights
   const long turns = inputs & -turn, whole = inputs & -(long)LANES;
   long at = 0;
   for (; at < turns; at += turn) {
     UNROLL
     for (int output = 0; output < width; output++)
-      prefetch(element(w, output * inputs + at, type), turn * bytes_of(type), ahead);
+      prefetch(element(w, output * inputs + at, type), turn * bytes_of(type), AHEAD);
     UNROLL
     for (long vector = 0; vector < turn; vector += LANES)
-      add_products(x, w, total, inputs, at + vector, rows, width, type);
+      add_products(x, w, total, inputs, at + vector, LANES, rows, width, type);
   }
-  for (; at < whole; at += LANES) add_products(x, w, total, inputs, at, rows, width, type);
+  for (; at < whole; at += LANES) add_products(x, w, total, inputs, at, LANES, rows, width, type);
+  if (at < inputs) add_products(x, w, total, inputs, at, inputs - at, rows, width, type);
   sums(total, rows * width);
-  float results[MOST_SUMS + LANES];
   UNROLL
-  for (int i = 0; i < rows * width; i += LANES) store(results + i, total[i / LANES]);
-  for (; at < inputs; at++)
-    for (int i = 0; i < rows * width; i++) {
-      const float weight = load_one(element(w, i % width * inputs + at, type), type);
-      results[i] = __builtin_fmaf(x[i / width * inputs + at], weight, results[i]);
-    }
-  UNROLL
-  for (int i = 0; i < rows * width; i++) y[i / width * stride + i % width] = results[i];
-}
-
-// Rows of a whole tile, and its outputs: the fastest that were tried for weights of a type.
-enum { TILE_ROWS = LANES == 8 ? 4 : 8, TILE_OUTPUTS = 3 };
-INLINE int thin_outputs(int rows, Type type) { return rows == 1 && type == FLOAT32 ? 4 : 1; }
-
-// The most rows whose outputs are computed a few at a time.
-INLINE long thin_rows(const Product *p, Type type) {
-  if (p->inputs < THIN_INPUTS) return 0;
-  return type == FLOAT32 && p->rows * p->inputs <= THIN_NUMBERS ? THIN_ROWS : ALWAYS_THIN;
-}
-
-INLINE void over_outputs(const Product *p, long row, long begin, long end, int rows, int width, Type type, long ahead) {
-  for (long output = begin; output < end; output += width) {
-    // The last tile overlaps the one before, perhaps another thread's: both write the same numbers.
-    long here = least(output, p->outputs - width);
-    tile(p->x + row * p->inputs, element(p->w, here * p->inputs, type), p->y + row * p->outputs + here, p->inputs,
-         p->outputs, rows, width, type, ahead);
-  }
+  for (int i = 0; i < rows * width; i++) y[i / width * stride + i % width] = total[i / LANES][i % LANES];
 }
 
 INLINE void outputs_of(long piece, const Product *p, Type type) {
-  const long begin = piece * PIECE, end = least(begin + PIECE, p->outputs);
-  if (p->rows <= thin_rows(p, type)) {
-    switch (p->rows) {
-#define THIN(ROWS) \
-  case ROWS: return over_outputs(p, 0, begin, end, ROWS, thin_outputs(ROWS, type), type, THIN_AHEAD);
-      THIN(1) THIN(2) THIN(3) THIN(4)
+  const long end = least((piece + 1) * PIECE, p->outputs);
+  for (long row = 0; row < p->rows; row += TILE_ROWS)
+    for (long output = piece * PIECE; output < end; output += TILE_OUTPUTS) {
+      // The last tile overlaps the one before, perhaps another thread's: both write the same numbers.
+      const long here = least(output, p->outputs - TILE_OUTPUTS);
+      const float *x = p->x + row * p->inputs;
+      const void *w = element(p->w, here * p->inputs, type);
+      float *y = p->y + row * p->outputs + here;
+      WITH_ROWS(p->rows - row, TILE_ROWS, tile(x, w, y, p->inputs, p->outputs, N, TILE_OUTPUTS, type))
     }
-  }
-  const long whole = p->rows - p->rows % TILE_ROWS;
-  for (long row = 0; row < whole; row += TILE_ROWS)
-    over_outputs(p, row, begin, end, TILE_ROWS, TILE_OUTPUTS, type, AHEAD);
-  switch (p->rows - whole) {
-#define REST(ROWS)        \
-  case ROWS:              \
-    if (ROWS < TILE_ROWS) over_outputs(p, whole, begin, end, ROWS, TILE_OUTPUTS, type, AHEAD); \
-    break;
-    REST(1) REST(2) REST(3) REST(4) REST(5) REST(6) REST(7)
-  }
 }
 
 // ------------------------------------------------------------------------------------------------ products of blocks
@@ -355,7 +284,14 @@ INLINE void outputs_of(long piece, const Product *p, Type type) {
 // input 4 * j + i. So a vector holds four inputs of each of LANES outputs, which one instruction multiplies by the same
 // four inputs of a row and adds up:
 //   codes 3 0 15 7, scale 0.1, minimum -0.4; a row's 1 -2 4 0, scale 0.5  ->  0.1 * 0.5 * 63 - 0.4 * 0.5 * 3 = 2.55
-enum { TILE = 16, INPUTS = 32, BLOCK_ROWS = LANES == 16 ? 8 : 4, TILES = 3, ROUNDED_AT_ONCE = 2 };
+enum {
+  TILE = 16,
+  INPUTS = 32,
+  BLOCK_ROWS = LANES == 16 ? 8 : 4,  // rows that a tile is multiplied by at once
+  TILES = 3,                         // of a piece of work
+  ROUNDED_AT_ONCE = 2,               // rows of one
+  BLOCKS_AHEAD = 4096,               // as AHEAD, of codes
+};
 
 typedef uint8_t codes_at __attribute__((ext_vector_type(4 * LANES), aligned(1)));
 typedef uint8_t codes __attribute__((ext_vector_type(4 * LANES)));
@@ -448,7 +384,7 @@ INLINE void integer_tile(const Blocks *p, long tile, long lane, long row, int ro
     UNROLL
     for (int i = 0; i < rows * parts; i++)
       dot[i] = (integers)(-offset * p->row_sum[((row + i % rows) * count + block) * parts + i / rows]);
-    prefetch(at, size, THIN_AHEAD);
+    prefetch(at, size, BLOCKS_AHEAD);
     UNROLL
     for (int j = 0; j < 4; j++) {
       codes low = *(const codes_at *)(at + 64 * j), high = low >> 4;
@@ -489,7 +425,7 @@ INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows
   UNROLL
   for (int i = 0; i < 2 * rows; i++) total[i] = (floats)0.0f;
   for (long block = 0; block < count; block++, at += size) {
-    prefetch(at, size, THIN_AHEAD);
+    prefetch(at, size, BLOCKS_AHEAD);
     UNROLL
     for (int half = 0; half < 2; half++) {
       const long input = block * INPUTS + half * 16;
@@ -516,23 +452,14 @@ INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows
     store(p->y + (row + r) * p->outputs + tile * TILE + lane, total[2 * r] + total[2 * r + 1]);
 }
 
-INLINE void block_rows(const Blocks *p, long tile, long row, int rows, int rounded) {
-  UNROLL
-  for (int lane = 0; lane < TILE; lane += LANES) {
-    if (rounded) integer_tile(p, tile, lane, row, rows);
-    else float_tile(p, tile, lane, row, rows);
-  }
-}
-
 // All rows times TILES tiles, which stay in a core's cache.
 INLINE void block_tiles(long piece, const Blocks *p, int rounded) {
   const long end = least((piece + 1) * TILES, p->outputs / TILE);
   for (long row = 0; row < p->rows; row += BLOCK_ROWS)
-    for (long tile = piece * TILES; tile < end; tile++) switch (least(p->rows - row, BLOCK_ROWS)) {
-#define BLOCK_OF(ROWS) \
-  case ROWS: if (ROWS <= BLOCK_ROWS) block_rows(p, tile, row, ROWS, rounded); break;
-        BLOCK_OF(1) BLOCK_OF(2) BLOCK_OF(3) BLOCK_OF(4) BLOCK_OF(5) BLOCK_OF(6) BLOCK_OF(7) BLOCK_OF(8)
-      }
+    for (long tile = piece * TILES; tile < end; tile++)
+      for (long lane = 0; lane < TILE; lane += LANES)
+        WITH_ROWS(p->rows - row, BLOCK_ROWS,
+                  rounded ? integer_tile(p, tile, lane, row, N) : float_tile(p, tile, lane, row, N))
 }
 
 #endif
@@ -576,14 +503,14 @@ enum {
   ROWS_AT_ONCE = 16,  // rows whose weights over a chunk are in memory
   ROWS = 4,           // rows of a tile
   SLOTS = 4,          // slots of a tile
-  MOST_VECTORS = 16,  // of a tile of values: 4 rows x 4 vectors
+  WIDE = LANES == 8 ? 2 : 4,  // vectors of a tile of values
 };
 #define HIDDEN -1e30f  // the score of a slot that a row does not see
 typedef struct {
   const float *q;             // [batch, width, KV heads, group, head_dim]: the query heads of a KV head are rows of it
   const void *k, *v;          // [pairs, capacity, head_dim]
   const int32_t *first, *last;  // [batch, width]: the first and the last slot that a row sees
-  float *parts;               // [splits, pairs, rows * (head_dim + 2)]: sums of values, highest scores, sums of weights
+  float *parts;               // [splits, pairs, rows, head_dim + 2]: the sums of a row, see Block
   long pairs;                 // batch x KV heads
   long heads;                 // KV heads
   long shared;                // query heads of a KV head
@@ -593,34 +520,23 @@ typedef struct {
   long block, blocks;         // rows of a piece of work, and the number of pieces
 } Attention;
 
+typedef struct {
+  const float *q;  // [rows, head_dim], divided by the root of head_dim
+  float *sums;     // [rows, head_dim + 2]: over the slots so far of values, the highest score, the sum of weights
+  int32_t first[ROWS_AT_ONCE], last[ROWS_AT_ONCE];
+  long rows;
+} Block;
+
 // Offset in q, and in the output, of a row of a pair. Width 3, shared 2: rows 2 and 3 are both queries of position 1.
 INLINE long query(const Attention *a, long pair, long row) {
   const long position = pair / a->heads * (a->rows / a->shared) + row / a->shared;
   return ((position * a->heads + pair % a->heads) * a->shared + row % a->shared) * head_dim;
 }
 
-// Scores of `rows` queries with the keys of all slots, SLOTS at a time: `rows * SLOTS` sums over the head.
+// Scores of `rows` queries with the keys of all slots, SLOTS at a time.
 INLINE void scores(const float *q, const void *k, float *weights, long slots, int rows, Type type) {
-  const long whole = head_dim & -(long)LANES;
-  for (long slot = 0; slot < slots; slot += SLOTS) {
-    const void *keys = element(k, slot * head_dim, type);
-    prefetch(keys, SLOTS * head_dim * bytes_of(type), AHEAD);
-    floats total[ROWS * SLOTS + LANES];
-    UNROLL
-    for (int i = 0; i < rows * SLOTS; i++) total[i] = (floats)0.0f;
-    for (long at = 0; at < whole; at += LANES) add_products(q, keys, total, head_dim, at, rows, SLOTS, type);
-    sums(total, rows * SLOTS);
-    float results[ROWS * SLOTS + LANES];
-    UNROLL
-    for (int i = 0; i < rows * SLOTS; i += LANES) store(results + i, total[i / LANES]);
-    for (long at = whole; at < head_dim; at++)
-      for (int i = 0; i < rows * SLOTS; i++) {
-        const float key = load_one(element(keys, i % SLOTS * head_dim + at, type), type);
-        results[i] = __builtin_fmaf(q[i / SLOTS * head_dim + at], key, results[i]);
-      }
-    UNROLL
-    for (int i = 0; i < rows * SLOTS; i++) weights[i / SLOTS * CHUNK + slot + i % SLOTS] = results[i];
-  }
+  for (long slot = 0; slot < slots; slot += SLOTS)
+    tile(q, element(k, slot * head_dim, type), weights + slot, head_dim, CHUNK, rows, SLOTS, type);
 }
 
 // Turns a row's scores into weights, in place: e to what each is below the highest, 0 where the row does not see.
@@ -647,65 +563,54 @@ INLINE float softmax_weights(float *scores, long place, long slots, int first, i
   return peak;
 }
 
-// Adds `rows` rows of weights times the values of all slots to their sums, some columns of the head at a time.
-INLINE void mix_columns(const float *weights, const void *v, float *out, long slots, int rows, int wide,
-                        Type type) {
-  floats total[MOST_VECTORS];
+// Adds `rows` rows of weights times the values of all slots to sums of a Block: `count` columns of the head.
+INLINE void mix_columns(const float *weights, const void *v, float *sums, long slots, long count, int rows, Type type) {
+  const int wide = count > LANES ? WIDE : 1;
+  floats total[ROWS * WIDE];
   UNROLL
-  for (int i = 0; i < rows * wide; i++) total[i] = load(out + i / wide * head_dim + i % wide * LANES, FLOAT32);
+  for (int i = 0; i < rows * wide; i++)
+    total[i] = load_some(sums + i / wide * (head_dim + 2) + i % wide * LANES, least(count, LANES), FLOAT32);
   for (long slot = 0; slot < slots; slot++) {
     const void *values = element(v, slot * head_dim, type);
-    prefetch(values, wide * LANES * bytes_of(type), AHEAD);
+    prefetch(values, count * bytes_of(type), AHEAD);
     UNROLL
     for (int column = 0; column < wide; column++) {
-      floats value = load(element(values, column * LANES, type), type);
+      const floats value = load_some(element(values, column * LANES, type), least(count, LANES), type);
       UNROLL
       for (int row = 0; row < rows; row++)
         total[row * wide + column] = fma_((floats)weights[row * CHUNK + slot], value, total[row * wide + column]);
     }
   }
   UNROLL
-  for (int i = 0; i < rows * wide; i++) store(out + i / wide * head_dim + i % wide * LANES, total[i]);
+  for (int i = 0; i < rows * wide; i++)
+    store_some(sums + i / wide * (head_dim + 2) + i % wide * LANES, least(count, LANES), total[i]);
 }
 
-INLINE void mix(const float *weights, const void *v, float *out, long slots, int rows, Type type) {
-  enum { WIDE = LANES == 8 ? 2 : 4 };
+INLINE void mix(const float *weights, const void *v, float *sums, long slots, int rows, Type type) {
   long column = 0;
   for (; column + WIDE * LANES <= head_dim; column += WIDE * LANES)
-    mix_columns(weights, element(v, column, type), out + column, slots, rows, WIDE, type);
+    mix_columns(weights, element(v, column, type), sums + column, slots, WIDE * LANES, rows, type);
   for (; column + LANES <= head_dim; column += LANES)
-    mix_columns(weights, element(v, column, type), out + column, slots, rows, 1, type);
-  for (; column < head_dim; column++)
-    for (int row = 0; row < rows; row++)
-      for (long slot = 0; slot < slots; slot++)
-        out[row * head_dim + column] =
-            __builtin_fmaf(weights[row * CHUNK + slot], load_one(element(v, slot * head_dim + column, type), type),
-                           out[row * head_dim + column]);
+    mix_columns(weights, element(v, column, type), sums + column, slots, LANES, rows, type);
+  if (column < head_dim)
+    mix_columns(weights, element(v, column, type), sums + column, slots, head_dim - column, rows, type);
 }
 
-// Goes on with the sums of up to ROWS_AT_ONCE rows over the slots from `place` on, at most CHUNK.
-INLINE void attend_chunk(const float *q, const void *k, const void *v, const int32_t *first, const int32_t *last,
-                         float *values, float *highest, float *totals, long rows, long place, long slots,
-                         Type type) {
+// Adds `slots` slots, at most CHUNK, to the sums of a block: those of k and v, which lie from `place` on.
+INLINE void attend_chunk(const Block *b, const void *k, const void *v, long place, long slots, Type type) {
+  const long size = head_dim + 2;
   float weights[ROWS_AT_ONCE * CHUNK] __attribute__((aligned(64)));
-#define BY_ROWS(CALL)                       \
-  for (long row = 0; row < rows;) {         \
-    switch (least(rows - row, ROWS)) {         \
-      case 1: { enum { N = 1 }; CALL; } row += 1; break; \
-      case 2: { enum { N = 2 }; CALL; } row += 2; break; \
-      case 3: { enum { N = 3 }; CALL; } row += 3; break; \
-      default: { enum { N = 4 }; CALL; } row += 4;       \
-    }                                       \
+  for (long row = 0; row < b->rows; row += ROWS)
+    WITH_ROWS(b->rows - row, ROWS, scores(b->q + row * head_dim, k, weights + row * CHUNK, slots, N, type))
+  for (long row = 0; row < b->rows; row++) {
+    float *values = b->sums + row * size, *highest = values + head_dim, total, before = *highest;
+    *highest = softmax_weights(weights + row * CHUNK, place, slots, b->first[row], b->last[row], before, &total);
+    const float left = exponential((floats)(before - *highest))[0];  // of the sums so far
+    highest[1] = __builtin_fmaf(highest[1], left, total);
+    for (long at = 0; at < head_dim; at++) values[at] *= left;
   }
-  BY_ROWS(scores(q + row * head_dim, k, weights + row * CHUNK, slots, N, type))
-  for (long row = 0; row < rows; row++) {
-    float total, before = highest[row];
-    highest[row] = softmax_weights(weights + row * CHUNK, place, slots, first[row], last[row], before, &total);
-    floats left = exponential((floats)(before - highest[row]));  // of the sums so far
-    totals[row] = __builtin_fmaf(totals[row], left[0], total);
-    for (long at = 0; at < head_dim; at++) values[row * head_dim + at] *= left[0];
-  }
-  BY_ROWS(mix(weights + row * CHUNK, v, values + row * head_dim, slots, N, type))
+  for (long row = 0; row < b->rows; row += ROWS)
+    WITH_ROWS(b->rows - row, ROWS, mix(weights + row * CHUNK, v, b->sums + row * size, slots, N, type))
 }
 
 // The sums of a block of rows of a pair of sequence and KV head over one split of the cache. A window of a decode pass
@@ -715,52 +620,47 @@ INLINE void attend_block(long piece, const Attention *a, Type type) {
   const long pair = piece % a->pairs, split = piece / a->pairs % a->splits;
   const long block = a->blocks - 1 - piece / a->pairs / a->splits;
   const long from = a->splits > 1 ? split * CHUNK : 0, until = least(a->splits > 1 ? from + CHUNK : a->live, a->live);
-  const long size = head_dim, end = least((block + 1) * a->block, a->rows);
-  float *part = a->parts + (split * a->pairs + pair) * a->rows * (size + 2), scaled[ROWS_AT_ONCE * size];
-  const float factor = 1.0f / __builtin_sqrtf((float)size);
+  const long end = least((block + 1) * a->block, a->rows);
+  const float factor = 1.0f / __builtin_sqrtf((float)head_dim);
+  float scaled[ROWS_AT_ONCE * head_dim];
   for (long row = block * a->block; row < end; row += ROWS_AT_ONCE) {
-    const long rows = least(end - row, ROWS_AT_ONCE);
-    int32_t first[ROWS_AT_ONCE], last[ROWS_AT_ONCE];
-    float *values = part + row * size, *highest = part + a->rows * size + row, *totals = highest + a->rows;
+    Block b = {.q = scaled, .rows = least(end - row, ROWS_AT_ONCE)};
+    b.sums = a->parts + ((split * a->pairs + pair) * a->rows + row) * (head_dim + 2);
     long low = a->capacity, high = -1;
-    for (long i = 0; i < rows; i++) {
-      const long from_q = query(a, pair, row + i), position = from_q / (a->heads * a->shared * size);
-      first[i] = a->first[position], last[i] = a->last[position];
-      low = least(low, first[i]);
-      high = most(high, last[i]);
-      highest[i] = HIDDEN;
-      totals[i] = 0.0f;
-      for (long at = 0; at < size; at++) values[i * size + at] = 0.0f;
-      for (long at = 0; at < size; at++) scaled[i * size + at] = a->q[from_q + at] * factor;
+    for (long i = 0; i < b.rows; i++) {
+      const long from_q = query(a, pair, row + i), position = from_q / (a->heads * a->shared * head_dim);
+      b.first[i] = a->first[position], b.last[i] = a->last[position];
+      low = least(low, b.first[i]), high = most(high, b.last[i]);
+      float *sums = b.sums + i * (head_dim + 2);
+      for (long at = 0; at < head_dim; at++) scaled[i * head_dim + at] = a->q[from_q + at] * factor;
+      for (long at = 0; at < head_dim + 2; at++) sums[at] = at == head_dim ? HIDDEN : 0.0f;
     }
     for (long place = most(from, low & -(long)CHUNK); place < least(until, high + 1); place += CHUNK) {
       const long needed = (least(until, high + 1) - place + STEP - 1) & -(long)STEP;
-      const long at = (pair * a->capacity + place) * size;
-      attend_chunk(scaled, element(a->k, at, type), element(a->v, at, type), first, last, values, highest, totals, rows,
-                   place, least(least(needed, CHUNK), a->capacity - place), type);
+      const long at = (pair * a->capacity + place) * head_dim, slots = least(least(needed, CHUNK), a->capacity - place);
+      attend_chunk(&b, element(a->k, at, type), element(a->v, at, type), place, slots, type);
     }
   }
 }
 
 // Adds up each row's splits, in their order, and divides by the sum of weights: zeros where a row sees nothing.
 NOINLINE void join(const Attention *a, float *out) {
-  const long size = head_dim, part = a->rows * (size + 2);
+  const long split = a->pairs * a->rows * (head_dim + 2);
   for (long index = 0; index < a->pairs * a->rows; index++) {
-    const float *parts = a->parts + index / a->rows * part, *numbers = parts + a->rows * size + index % a->rows;
+    const float *sums = a->parts + index * (head_dim + 2);
     float highest = HIDDEN, total = 0.0f, *y = out + query(a, index / a->rows, index % a->rows);
-    for (long at = 0; at < size; at++) y[at] = 0.0f;
+    for (long at = 0; at < head_dim; at++) y[at] = 0.0f;
     for (long s = 0; s < a->splits; s++) {
-      float score = numbers[s * a->pairs * part];
+      const float score = sums[s * split + head_dim];
       highest = score > highest ? score : highest;
     }
-    for (long s = 0; s < a->splits; s++) {
-      const float *sum = parts + s * a->pairs * part + index % a->rows * size, *of_split = numbers + s * a->pairs * part;
-      const float weight = exponential((floats)(of_split[0] - highest))[0];
-      for (long at = 0; at < size; at++) y[at] = __builtin_fmaf(sum[at], weight, y[at]);
-      total = __builtin_fmaf(of_split[a->rows], weight, total);
+    for (long s = 0; s < a->splits; s++, sums += split) {
+      const float weight = exponential((floats)(sums[head_dim] - highest))[0];
+      for (long at = 0; at < head_dim; at++) y[at] = __builtin_fmaf(sums[at], weight, y[at]);
+      total = __builtin_fmaf(sums[head_dim + 1], weight, total);
     }
     const int sees = !(total <= 0.0f);  // or is not a number
-    for (long at = 0; at < size; at++) y[at] = sees ? y[at] / total : 0.0f;
+    for (long at = 0; at < head_dim; at++) y[at] = sees ? y[at] / total : 0.0f;
   }
 }
 

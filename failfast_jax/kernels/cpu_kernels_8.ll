@@ -20,7 +20,7 @@
 %struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64, i64, i64 }
 %struct.Blocks = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64 }
 %struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
-%union.anon = type { i32 }
+%struct.Block = type { ptr, ptr, [16 x i32], [16 x i32], i64 }
 
 @head_dim = external constant i64, align 8
 @group = external constant i64, align 8
@@ -2449,53 +2449,83 @@ define internal void @sums(ptr noundef %0, i32 noundef %1) #11 {
 define internal <8 x float> @halved(<8 x float> noundef %0, <8 x float> noundef %1, i32 noundef %2) #11 {
   %4 = alloca <8 x float>, align 32
   %5 = alloca <8 x float>, align 32
-  %6 = alloca <8 x float>, align 32
-  %7 = alloca i32, align 4
-  store <8 x float> %0, ptr %5, align 32
-  store <8 x float> %1, ptr %6, align 32
-  store i32 %2, ptr %7, align 4
-  %8 = load i32, ptr %7, align 4
-  switch i32 %8, label %25 [
-    i32 8, label %9
-    i32 4, label %17
-  ]
+  %6 = alloca i32, align 4
+  %7 = alloca <8 x float>, align 32
+  %8 = alloca <8 x float>, align 32
+  %9 = alloca i32, align 4
+  %10 = alloca i32, align 4
+  store <8 x float> %0, ptr %4, align 32
+  store <8 x float> %1, ptr %5, align 32
+  store i32 %2, ptr %6, align 4
+  store i32 0, ptr %9, align 4
+  br label %11
 
-9:
-  %10 = load <8 x float>, ptr %5, align 32
-  %11 = load <8 x float>, ptr %6, align 32
-  %12 = shufflevector <8 x float> %10, <8 x float> %11, <8 x i32> <i32 0, i32 1, i32 2, i32 3, i32 8, i32 9, i32 10, i32 11>
-  %13 = load <8 x float>, ptr %5, align 32
-  %14 = load <8 x float>, ptr %6, align 32
-  %15 = shufflevector <8 x float> %13, <8 x float> %14, <8 x i32> <i32 4, i32 5, i32 6, i32 7, i32 12, i32 13, i32 14, i32 15>
-  %16 = fadd <8 x float> %12, %15
-  store <8 x float> %16, ptr %4, align 32
-  br label %33
+11:
+  %12 = load i32, ptr %9, align 4
+  %13 = icmp slt i32 %12, 4
+  br i1 %13, label %15, label %14
 
-17:
-  %18 = load <8 x float>, ptr %5, align 32
-  %19 = load <8 x float>, ptr %6, align 32
-  %20 = shufflevector <8 x float> %18, <8 x float> %19, <8 x i32> <i32 0, i32 1, i32 4, i32 5, i32 8, i32 9, i32 12, i32 13>
-  %21 = load <8 x float>, ptr %5, align 32
-  %22 = load <8 x float>, ptr %6, align 32
-  %23 = shufflevector <8 x float> %21, <8 x float> %22, <8 x i32> <i32 2, i32 3, i32 6, i32 7, i32 10, i32 11, i32 14, i32 15>
-  %24 = fadd <8 x float> %20, %23
-  store <8 x float> %24, ptr %4, align 32
-  br label %33
+14:
+  br label %58
 
-25:
-  %26 = load <8 x float>, ptr %5, align 32
-  %27 = load <8 x float>, ptr %6, align 32
-  %28 = shufflevector <8 x float> %26, <8 x float> %27, <8 x i32> <i32 0, i32 2, i32 4, i32 6, i32 8, i32 10, i32 12, i32 14>
+15:
+  %16 = load i32, ptr %9, align 4
+  %17 = mul nsw i32 2, %16
+  %18 = load i32, ptr %9, align 4
+  %19 = load i32, ptr %6, align 4
+  %20 = sdiv i32 %19, 2
+  %21 = srem i32 %18, %20
+  %22 = sub nsw i32 %17, %21
+  store i32 %22, ptr %10, align 4
+  %23 = load <8 x float>, ptr %4, align 32
+  %24 = load i32, ptr %10, align 4
+  %25 = extractelement <8 x float> %23, i32 %24
+  %26 = load i32, ptr %9, align 4
+  %27 = load <8 x float>, ptr %7, align 32
+  %28 = insertelement <8 x float> %27, float %25, i32 %26
+  store <8 x float> %28, ptr %7, align 32
   %29 = load <8 x float>, ptr %5, align 32
-  %30 = load <8 x float>, ptr %6, align 32
-  %31 = shufflevector <8 x float> %29, <8 x float> %30, <8 x i32> <i32 1, i32 3, i32 5, i32 7, i32 9, i32 11, i32 13, i32 15>
-  %32 = fadd <8 x float> %28, %31
-  store <8 x float> %32, ptr %4, align 32
-  br label %33
+  %30 = load i32, ptr %10, align 4
+  %31 = extractelement <8 x float> %29, i32 %30
+  %32 = load i32, ptr %9, align 4
+  %33 = add nsw i32 4, %32
+  %34 = load <8 x float>, ptr %7, align 32
+  %35 = insertelement <8 x float> %34, float %31, i32 %33
+  store <8 x float> %35, ptr %7, align 32
+  %36 = load <8 x float>, ptr %4, align 32
+  %37 = load i32, ptr %10, align 4
+  %38 = load i32, ptr %6, align 4
+  %39 = sdiv i32 %38, 2
+  %40 = add nsw i32 %37, %39
+  %41 = extractelement <8 x float> %36, i32 %40
+  %42 = load i32, ptr %9, align 4
+  %43 = load <8 x float>, ptr %8, align 32
+  %44 = insertelement <8 x float> %43, float %41, i32 %42
+  store <8 x float> %44, ptr %8, align 32
+  %45 = load <8 x float>, ptr %5, align 32
+  %46 = load i32, ptr %10, align 4
+  %47 = load i32, ptr %6, align 4
+  %48 = sdiv i32 %47, 2
+  %49 = add nsw i32 %46, %48
+  %50 = extractelement <8 x float> %45, i32 %49
+  %51 = load i32, ptr %9, align 4
+  %52 = add nsw i32 4, %51
+  %53 = load <8 x float>, ptr %8, align 32
+  %54 = insertelement <8 x float> %53, float %50, i32 %52
+  store <8 x float> %54, ptr %8, align 32
+  br label %55
 
-33:
-  %34 = load <8 x float>, ptr %4, align 32
-  ret <8 x float> %34
+55:
+  %56 = load i32, ptr %9, align 4
+  %57 = add nsw i32 %56, 1
+  store i32 %57, ptr %9, align 4
+  br label %11, !llvm.loop !27
+
+58:
+  %59 = load <8 x float>, ptr %7, align 32
+  %60 = load <8 x float>, ptr %8, align 32
+  %61 = fadd <8 x float> %59, %60
+  ret <8 x float> %61
 }
 
 define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2) #1 {
@@ -2507,723 +2537,196 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %9 = alloca i32, align 4
   %10 = alloca i64, align 8
   %11 = alloca i64, align 8
+  %12 = alloca ptr, align 8
+  %13 = alloca ptr, align 8
+  %14 = alloca ptr, align 8
   store i64 %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
   store i32 %2, ptr %6, align 4
-  %12 = load i64, ptr %4, align 8
-  %13 = mul nsw i64 %12, 48
-  store i64 %13, ptr %7, align 8
-  %14 = load i64, ptr %7, align 8
-  %15 = add nsw i64 %14, 48
-  %16 = load ptr, ptr %5, align 8
-  %17 = getelementptr inbounds nuw %struct.Product, ptr %16, i32 0, i32 5
-  %18 = load i64, ptr %17, align 8
-  %19 = call i64 @least(i64 noundef %15, i64 noundef %18)
-  store i64 %19, ptr %8, align 8
-  %20 = load ptr, ptr %5, align 8
-  %21 = getelementptr inbounds nuw %struct.Product, ptr %20, i32 0, i32 3
-  %22 = load i64, ptr %21, align 8
-  %23 = load ptr, ptr %5, align 8
-  %24 = load i32, ptr %6, align 4
-  %25 = call i64 @thin_rows(ptr noundef %23, i32 noundef %24)
-  %26 = icmp sle i64 %22, %25
-  br i1 %26, label %27, label %60
-
-27:
-  %28 = load ptr, ptr %5, align 8
-  %29 = getelementptr inbounds nuw %struct.Product, ptr %28, i32 0, i32 3
-  %30 = load i64, ptr %29, align 8
-  switch i64 %30, label %59 [
-    i64 1, label %31
-    i64 2, label %38
-    i64 3, label %45
-    i64 4, label %52
-  ]
-
-31:
-  %32 = load ptr, ptr %5, align 8
-  %33 = load i64, ptr %7, align 8
-  %34 = load i64, ptr %8, align 8
-  %35 = load i32, ptr %6, align 4
-  %36 = call i32 @thin_outputs(i32 noundef 1, i32 noundef %35)
-  %37 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %32, i64 noundef 0, i64 noundef %33, i64 noundef %34, i32 noundef 1, i32 noundef %36, i32 noundef %37, i64 noundef 4096)
-  store i32 1, ptr %9, align 4
-  br label %112
-
-38:
-  %39 = load ptr, ptr %5, align 8
-  %40 = load i64, ptr %7, align 8
-  %41 = load i64, ptr %8, align 8
-  %42 = load i32, ptr %6, align 4
-  %43 = call i32 @thin_outputs(i32 noundef 2, i32 noundef %42)
-  %44 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %39, i64 noundef 0, i64 noundef %40, i64 noundef %41, i32 noundef 2, i32 noundef %43, i32 noundef %44, i64 noundef 4096)
-  store i32 1, ptr %9, align 4
-  br label %112
-
-45:
-  %46 = load ptr, ptr %5, align 8
-  %47 = load i64, ptr %7, align 8
-  %48 = load i64, ptr %8, align 8
-  %49 = load i32, ptr %6, align 4
-  %50 = call i32 @thin_outputs(i32 noundef 3, i32 noundef %49)
-  %51 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %46, i64 noundef 0, i64 noundef %47, i64 noundef %48, i32 noundef 3, i32 noundef %50, i32 noundef %51, i64 noundef 4096)
-  store i32 1, ptr %9, align 4
-  br label %112
-
-52:
-  %53 = load ptr, ptr %5, align 8
-  %54 = load i64, ptr %7, align 8
-  %55 = load i64, ptr %8, align 8
-  %56 = load i32, ptr %6, align 4
-  %57 = call i32 @thin_outputs(i32 noundef 4, i32 noundef %56)
-  %58 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %53, i64 noundef 0, i64 noundef %54, i64 noundef %55, i32 noundef 4, i32 noundef %57, i32 noundef %58, i64 noundef 4096)
-  store i32 1, ptr %9, align 4
-  br label %112
-
-59:
-  br label %60
-
-60:
-  %61 = load ptr, ptr %5, align 8
-  %62 = getelementptr inbounds nuw %struct.Product, ptr %61, i32 0, i32 3
-  %63 = load i64, ptr %62, align 8
-  %64 = load ptr, ptr %5, align 8
-  %65 = getelementptr inbounds nuw %struct.Product, ptr %64, i32 0, i32 3
-  %66 = load i64, ptr %65, align 8
-  %67 = srem i64 %66, 4
-  %68 = sub nsw i64 %63, %67
-  store i64 %68, ptr %10, align 8
-  store i64 0, ptr %11, align 8
-  br label %69
-
-69:
-  %70 = load i64, ptr %11, align 8
-  %71 = load i64, ptr %10, align 8
-  %72 = icmp slt i64 %70, %71
-  br i1 %72, label %74, label %73
-
-73:
-  store i32 3, ptr %9, align 4
-  br label %83
-
-74:
-  %75 = load ptr, ptr %5, align 8
-  %76 = load i64, ptr %11, align 8
-  %77 = load i64, ptr %7, align 8
-  %78 = load i64, ptr %8, align 8
-  %79 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %75, i64 noundef %76, i64 noundef %77, i64 noundef %78, i32 noundef 4, i32 noundef 3, i32 noundef %79, i64 noundef 8192)
-  br label %80
-
-80:
-  %81 = load i64, ptr %11, align 8
-  %82 = add nsw i64 %81, 4
-  store i64 %82, ptr %11, align 8
-  br label %69, !llvm.loop !27
-
-83:
-  %84 = load ptr, ptr %5, align 8
-  %85 = getelementptr inbounds nuw %struct.Product, ptr %84, i32 0, i32 3
-  %86 = load i64, ptr %85, align 8
-  %87 = load i64, ptr %10, align 8
-  %88 = sub nsw i64 %86, %87
-  switch i64 %88, label %111 [
-    i64 1, label %89
-    i64 2, label %95
-    i64 3, label %101
-    i64 4, label %107
-    i64 5, label %108
-    i64 6, label %109
-    i64 7, label %110
-  ]
-
-89:
-  %90 = load ptr, ptr %5, align 8
-  %91 = load i64, ptr %10, align 8
-  %92 = load i64, ptr %7, align 8
-  %93 = load i64, ptr %8, align 8
-  %94 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %90, i64 noundef %91, i64 noundef %92, i64 noundef %93, i32 noundef 1, i32 noundef 3, i32 noundef %94, i64 noundef 8192)
-  br label %111
-
-95:
-  %96 = load ptr, ptr %5, align 8
-  %97 = load i64, ptr %10, align 8
-  %98 = load i64, ptr %7, align 8
-  %99 = load i64, ptr %8, align 8
-  %100 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %96, i64 noundef %97, i64 noundef %98, i64 noundef %99, i32 noundef 2, i32 noundef 3, i32 noundef %100, i64 noundef 8192)
-  br label %111
-
-101:
-  %102 = load ptr, ptr %5, align 8
-  %103 = load i64, ptr %10, align 8
-  %104 = load i64, ptr %7, align 8
-  %105 = load i64, ptr %8, align 8
-  %106 = load i32, ptr %6, align 4
-  call void @over_outputs(ptr noundef %102, i64 noundef %103, i64 noundef %104, i64 noundef %105, i32 noundef 3, i32 noundef 3, i32 noundef %106, i64 noundef 8192)
-  br label %111
-
-107:
-  br label %111
-
-108:
-  br label %111
-
-109:
-  br label %111
-
-110:
-  br label %111
-
-111:
-  store i32 0, ptr %9, align 4
-  br label %112
-
-112:
-  %113 = load i32, ptr %9, align 4
-  switch i32 %113, label %115 [
-    i32 0, label %114
-    i32 1, label %114
-  ]
-
-114:
-  ret void
-
-115:
-  unreachable
-}
-
-define internal i64 @thin_rows(ptr noundef %0, i32 noundef %1) #1 {
-  %3 = alloca i64, align 8
-  %4 = alloca ptr, align 8
-  %5 = alloca i32, align 4
-  store ptr %0, ptr %4, align 8
-  store i32 %1, ptr %5, align 4
-  %6 = load ptr, ptr %4, align 8
-  %7 = getelementptr inbounds nuw %struct.Product, ptr %6, i32 0, i32 4
-  %8 = load i64, ptr %7, align 8
-  %9 = icmp slt i64 %8, 256
-  br i1 %9, label %10, label %11
-
-10:
-  store i64 0, ptr %3, align 8
-  br label %28
-
-11:
-  %12 = load i32, ptr %5, align 4
-  %13 = icmp eq i32 %12, 0
-  br i1 %13, label %14, label %23
-
-14:
-  %15 = load ptr, ptr %4, align 8
-  %16 = getelementptr inbounds nuw %struct.Product, ptr %15, i32 0, i32 3
-  %17 = load i64, ptr %16, align 8
-  %18 = load ptr, ptr %4, align 8
-  %19 = getelementptr inbounds nuw %struct.Product, ptr %18, i32 0, i32 4
+  %15 = load i64, ptr %4, align 8
+  %16 = add nsw i64 %15, 1
+  %17 = mul nsw i64 %16, 48
+  %18 = load ptr, ptr %5, align 8
+  %19 = getelementptr inbounds nuw %struct.Product, ptr %18, i32 0, i32 5
   %20 = load i64, ptr %19, align 8
-  %21 = mul nsw i64 %17, %20
-  %22 = icmp sle i64 %21, 6144
-  br label %23
+  %21 = call i64 @least(i64 noundef %17, i64 noundef %20)
+  store i64 %21, ptr %7, align 8
+  store i64 0, ptr %8, align 8
+  br label %22
 
-23:
-  %24 = phi i1 [ false, %11 ], [ %22, %14 ]
-  %25 = zext i1 %24 to i64
-  %26 = select i1 %24, i32 4, i32 2
-  %27 = sext i32 %26 to i64
-  store i64 %27, ptr %3, align 8
-  br label %28
+22:
+  %23 = load i64, ptr %8, align 8
+  %24 = load ptr, ptr %5, align 8
+  %25 = getelementptr inbounds nuw %struct.Product, ptr %24, i32 0, i32 3
+  %26 = load i64, ptr %25, align 8
+  %27 = icmp slt i64 %23, %26
+  br i1 %27, label %29, label %28
 
 28:
-  %29 = load i64, ptr %3, align 8
-  ret i64 %29
-}
+  store i32 2, ptr %9, align 4
+  br label %136
 
-define internal void @over_outputs(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6, i64 noundef %7) #1 {
-  %9 = alloca ptr, align 8
-  %10 = alloca i64, align 8
-  %11 = alloca i64, align 8
-  %12 = alloca i64, align 8
-  %13 = alloca i32, align 4
-  %14 = alloca i32, align 4
-  %15 = alloca i32, align 4
-  %16 = alloca i64, align 8
-  %17 = alloca i64, align 8
-  %18 = alloca i64, align 8
-  store ptr %0, ptr %9, align 8
-  store i64 %1, ptr %10, align 8
-  store i64 %2, ptr %11, align 8
-  store i64 %3, ptr %12, align 8
-  store i32 %4, ptr %13, align 4
-  store i32 %5, ptr %14, align 4
-  store i32 %6, ptr %15, align 4
-  store i64 %7, ptr %16, align 8
-  %19 = load i64, ptr %11, align 8
-  store i64 %19, ptr %17, align 8
-  br label %20
-
-20:
-  %21 = load i64, ptr %17, align 8
-  %22 = load i64, ptr %12, align 8
-  %23 = icmp slt i64 %21, %22
-  br i1 %23, label %25, label %24
-
-24:
-  br label %79
-
-25:
-  %26 = load i64, ptr %17, align 8
-  %27 = load ptr, ptr %9, align 8
-  %28 = getelementptr inbounds nuw %struct.Product, ptr %27, i32 0, i32 5
-  %29 = load i64, ptr %28, align 8
-  %30 = load i32, ptr %14, align 4
-  %31 = sext i32 %30 to i64
-  %32 = sub nsw i64 %29, %31
-  %33 = call i64 @least(i64 noundef %26, i64 noundef %32)
-  store i64 %33, ptr %18, align 8
-  %34 = load ptr, ptr %9, align 8
-  %35 = getelementptr inbounds nuw %struct.Product, ptr %34, i32 0, i32 0
-  %36 = load ptr, ptr %35, align 8
-  %37 = load i64, ptr %10, align 8
-  %38 = load ptr, ptr %9, align 8
-  %39 = getelementptr inbounds nuw %struct.Product, ptr %38, i32 0, i32 4
-  %40 = load i64, ptr %39, align 8
-  %41 = mul nsw i64 %37, %40
-  %42 = getelementptr inbounds float, ptr %36, i64 %41
-  %43 = load ptr, ptr %9, align 8
-  %44 = getelementptr inbounds nuw %struct.Product, ptr %43, i32 0, i32 1
-  %45 = load ptr, ptr %44, align 8
-  %46 = load i64, ptr %18, align 8
-  %47 = load ptr, ptr %9, align 8
-  %48 = getelementptr inbounds nuw %struct.Product, ptr %47, i32 0, i32 4
-  %49 = load i64, ptr %48, align 8
-  %50 = mul nsw i64 %46, %49
-  %51 = load i32, ptr %15, align 4
-  %52 = call ptr @element(ptr noundef %45, i64 noundef %50, i32 noundef %51)
-  %53 = load ptr, ptr %9, align 8
-  %54 = getelementptr inbounds nuw %struct.Product, ptr %53, i32 0, i32 2
-  %55 = load ptr, ptr %54, align 8
-  %56 = load i64, ptr %10, align 8
-  %57 = load ptr, ptr %9, align 8
-  %58 = getelementptr inbounds nuw %struct.Product, ptr %57, i32 0, i32 5
-  %59 = load i64, ptr %58, align 8
-  %60 = mul nsw i64 %56, %59
-  %61 = getelementptr inbounds float, ptr %55, i64 %60
-  %62 = load i64, ptr %18, align 8
-  %63 = getelementptr inbounds float, ptr %61, i64 %62
-  %64 = load ptr, ptr %9, align 8
-  %65 = getelementptr inbounds nuw %struct.Product, ptr %64, i32 0, i32 4
-  %66 = load i64, ptr %65, align 8
-  %67 = load ptr, ptr %9, align 8
-  %68 = getelementptr inbounds nuw %struct.Product, ptr %67, i32 0, i32 5
-  %69 = load i64, ptr %68, align 8
-  %70 = load i32, ptr %13, align 4
-  %71 = load i32, ptr %14, align 4
-  %72 = load i32, ptr %15, align 4
-  %73 = load i64, ptr %16, align 8
-  call void @tile(ptr noundef %42, ptr noundef %52, ptr noundef %63, i64 noundef %66, i64 noundef %69, i32 noundef %70, i32 noundef %71, i32 noundef %72, i64 noundef %73)
-  br label %74
-
-74:
-  %75 = load i32, ptr %14, align 4
-  %76 = sext i32 %75 to i64
-  %77 = load i64, ptr %17, align 8
-  %78 = add nsw i64 %77, %76
-  store i64 %78, ptr %17, align 8
-  br label %20, !llvm.loop !28
-
-79:
-  ret void
-}
-
-define internal i32 @thin_outputs(i32 noundef %0, i32 noundef %1) #1 {
-  %3 = alloca i32, align 4
-  %4 = alloca i32, align 4
-  store i32 %0, ptr %3, align 4
-  store i32 %1, ptr %4, align 4
-  %5 = load i32, ptr %3, align 4
-  %6 = icmp eq i32 %5, 1
-  br i1 %6, label %7, label %10
-
-7:
-  %8 = load i32, ptr %4, align 4
-  %9 = icmp eq i32 %8, 0
-  br label %10
-
-10:
-  %11 = phi i1 [ false, %2 ], [ %9, %7 ]
-  %12 = zext i1 %11 to i64
-  %13 = select i1 %11, i32 4, i32 1
-  ret i32 %13
-}
-
-define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7, i64 noundef %8) #11 {
-  %10 = alloca ptr, align 8
-  %11 = alloca ptr, align 8
-  %12 = alloca ptr, align 8
-  %13 = alloca i64, align 8
-  %14 = alloca i64, align 8
-  %15 = alloca i32, align 4
-  %16 = alloca i32, align 4
-  %17 = alloca i32, align 4
-  %18 = alloca i64, align 8
-  %19 = alloca [32 x <8 x float>], align 32
-  %20 = alloca i32, align 4
-  %21 = alloca i64, align 8
-  %22 = alloca i64, align 8
-  %23 = alloca i64, align 8
-  %24 = alloca i64, align 8
-  %25 = alloca i32, align 4
-  %26 = alloca i64, align 8
-  %27 = alloca [32 x float], align 16
-  %28 = alloca i32, align 4
-  %29 = alloca i32, align 4
-  %30 = alloca float, align 4
-  %31 = alloca i32, align 4
-  store ptr %0, ptr %10, align 8
-  store ptr %1, ptr %11, align 8
-  store ptr %2, ptr %12, align 8
-  store i64 %3, ptr %13, align 8
-  store i64 %4, ptr %14, align 8
-  store i32 %5, ptr %15, align 4
-  store i32 %6, ptr %16, align 4
-  store i32 %7, ptr %17, align 4
-  store i64 %8, ptr %18, align 8
-  store i32 0, ptr %20, align 4
+29:
+  %30 = load i64, ptr %4, align 8
+  %31 = mul nsw i64 %30, 48
+  store i64 %31, ptr %10, align 8
   br label %32
 
 32:
-  %33 = load i32, ptr %20, align 4
-  %34 = load i32, ptr %15, align 4
-  %35 = load i32, ptr %16, align 4
-  %36 = mul nsw i32 %34, %35
-  %37 = icmp slt i32 %33, %36
-  br i1 %37, label %39, label %38
+  %33 = load i64, ptr %10, align 8
+  %34 = load i64, ptr %7, align 8
+  %35 = icmp slt i64 %33, %34
+  br i1 %35, label %37, label %36
 
-38:
-  br label %46
+36:
+  store i32 5, ptr %9, align 4
+  br label %132
 
-39:
-  %40 = load i32, ptr %20, align 4
-  %41 = sext i32 %40 to i64
-  %42 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 %41
-  store <8 x float> zeroinitializer, ptr %42, align 32
-  br label %43
+37:
+  %38 = load i64, ptr %10, align 8
+  %39 = load ptr, ptr %5, align 8
+  %40 = getelementptr inbounds nuw %struct.Product, ptr %39, i32 0, i32 5
+  %41 = load i64, ptr %40, align 8
+  %42 = sub nsw i64 %41, 3
+  %43 = call i64 @least(i64 noundef %38, i64 noundef %42)
+  store i64 %43, ptr %11, align 8
+  %44 = load ptr, ptr %5, align 8
+  %45 = getelementptr inbounds nuw %struct.Product, ptr %44, i32 0, i32 0
+  %46 = load ptr, ptr %45, align 8
+  %47 = load i64, ptr %8, align 8
+  %48 = load ptr, ptr %5, align 8
+  %49 = getelementptr inbounds nuw %struct.Product, ptr %48, i32 0, i32 4
+  %50 = load i64, ptr %49, align 8
+  %51 = mul nsw i64 %47, %50
+  %52 = getelementptr inbounds float, ptr %46, i64 %51
+  store ptr %52, ptr %12, align 8
+  %53 = load ptr, ptr %5, align 8
+  %54 = getelementptr inbounds nuw %struct.Product, ptr %53, i32 0, i32 1
+  %55 = load ptr, ptr %54, align 8
+  %56 = load i64, ptr %11, align 8
+  %57 = load ptr, ptr %5, align 8
+  %58 = getelementptr inbounds nuw %struct.Product, ptr %57, i32 0, i32 4
+  %59 = load i64, ptr %58, align 8
+  %60 = mul nsw i64 %56, %59
+  %61 = load i32, ptr %6, align 4
+  %62 = call ptr @element(ptr noundef %55, i64 noundef %60, i32 noundef %61)
+  store ptr %62, ptr %13, align 8
+  %63 = load ptr, ptr %5, align 8
+  %64 = getelementptr inbounds nuw %struct.Product, ptr %63, i32 0, i32 2
+  %65 = load ptr, ptr %64, align 8
+  %66 = load i64, ptr %8, align 8
+  %67 = load ptr, ptr %5, align 8
+  %68 = getelementptr inbounds nuw %struct.Product, ptr %67, i32 0, i32 5
+  %69 = load i64, ptr %68, align 8
+  %70 = mul nsw i64 %66, %69
+  %71 = getelementptr inbounds float, ptr %65, i64 %70
+  %72 = load i64, ptr %11, align 8
+  %73 = getelementptr inbounds float, ptr %71, i64 %72
+  store ptr %73, ptr %14, align 8
+  %74 = load ptr, ptr %5, align 8
+  %75 = getelementptr inbounds nuw %struct.Product, ptr %74, i32 0, i32 3
+  %76 = load i64, ptr %75, align 8
+  %77 = load i64, ptr %8, align 8
+  %78 = sub nsw i64 %76, %77
+  %79 = call i64 @least(i64 noundef %78, i64 noundef 4)
+  switch i64 %79, label %128 [
+    i64 1, label %80
+    i64 2, label %91
+    i64 3, label %102
+    i64 4, label %113
+    i64 5, label %124
+    i64 6, label %125
+    i64 7, label %126
+    i64 8, label %127
+  ]
 
-43:
-  %44 = load i32, ptr %20, align 4
-  %45 = add nsw i32 %44, 1
-  store i32 %45, ptr %20, align 4
-  br label %32, !llvm.loop !29
-
-46:
-  %47 = load i32, ptr %17, align 4
-  %48 = icmp eq i32 %47, 0
-  br i1 %48, label %49, label %50
-
-49:
-  br label %57
-
-50:
-  %51 = load i32, ptr %17, align 4
-  %52 = call i64 @bytes_of(i32 noundef %51)
-  %53 = mul nsw i64 %52, 8
-  %54 = sdiv i64 64, %53
-  %55 = call i64 @least(i64 noundef %54, i64 noundef 4)
-  %56 = call i64 @most(i64 noundef %55, i64 noundef 1)
-  br label %57
-
-57:
-  %58 = phi i64 [ 1, %49 ], [ %56, %50 ]
-  %59 = mul nsw i64 8, %58
-  store i64 %59, ptr %21, align 8
-  %60 = load i64, ptr %13, align 8
-  %61 = load i64, ptr %21, align 8
-  %62 = sub nsw i64 0, %61
-  %63 = and i64 %60, %62
-  store i64 %63, ptr %22, align 8
-  %64 = load i64, ptr %13, align 8
-  %65 = and i64 %64, -8
-  store i64 %65, ptr %23, align 8
-  store i64 0, ptr %24, align 8
-  br label %66
-
-66:
-  %67 = load i64, ptr %24, align 8
-  %68 = load i64, ptr %22, align 8
-  %69 = icmp slt i64 %67, %68
-  br i1 %69, label %70, label %119
-
-70:
-  store i32 0, ptr %25, align 4
-  br label %71
-
-71:
-  %72 = load i32, ptr %25, align 4
-  %73 = load i32, ptr %16, align 4
-  %74 = icmp slt i32 %72, %73
-  br i1 %74, label %76, label %75
-
-75:
-  br label %94
-
-76:
-  %77 = load ptr, ptr %11, align 8
-  %78 = load i32, ptr %25, align 4
-  %79 = sext i32 %78 to i64
-  %80 = load i64, ptr %13, align 8
-  %81 = mul nsw i64 %79, %80
-  %82 = load i64, ptr %24, align 8
-  %83 = add nsw i64 %81, %82
-  %84 = load i32, ptr %17, align 4
-  %85 = call ptr @element(ptr noundef %77, i64 noundef %83, i32 noundef %84)
-  %86 = load i64, ptr %21, align 8
-  %87 = load i32, ptr %17, align 4
-  %88 = call i64 @bytes_of(i32 noundef %87)
-  %89 = mul nsw i64 %86, %88
-  %90 = load i64, ptr %18, align 8
-  call void @prefetch(ptr noundef %85, i64 noundef %89, i64 noundef %90)
-  br label %91
+80:
+  %81 = load ptr, ptr %12, align 8
+  %82 = load ptr, ptr %13, align 8
+  %83 = load ptr, ptr %14, align 8
+  %84 = load ptr, ptr %5, align 8
+  %85 = getelementptr inbounds nuw %struct.Product, ptr %84, i32 0, i32 4
+  %86 = load i64, ptr %85, align 8
+  %87 = load ptr, ptr %5, align 8
+  %88 = getelementptr inbounds nuw %struct.Product, ptr %87, i32 0, i32 5
+  %89 = load i64, ptr %88, align 8
+  %90 = load i32, ptr %6, align 4
+  call void @tile(ptr noundef %81, ptr noundef %82, ptr noundef %83, i64 noundef %86, i64 noundef %89, i32 noundef 1, i32 noundef 3, i32 noundef %90)
+  br label %128
 
 91:
-  %92 = load i32, ptr %25, align 4
-  %93 = add nsw i32 %92, 1
-  store i32 %93, ptr %25, align 4
-  br label %71, !llvm.loop !30
+  %92 = load ptr, ptr %12, align 8
+  %93 = load ptr, ptr %13, align 8
+  %94 = load ptr, ptr %14, align 8
+  %95 = load ptr, ptr %5, align 8
+  %96 = getelementptr inbounds nuw %struct.Product, ptr %95, i32 0, i32 4
+  %97 = load i64, ptr %96, align 8
+  %98 = load ptr, ptr %5, align 8
+  %99 = getelementptr inbounds nuw %struct.Product, ptr %98, i32 0, i32 5
+  %100 = load i64, ptr %99, align 8
+  %101 = load i32, ptr %6, align 4
+  call void @tile(ptr noundef %92, ptr noundef %93, ptr noundef %94, i64 noundef %97, i64 noundef %100, i32 noundef 2, i32 noundef 3, i32 noundef %101)
+  br label %128
 
-94:
-  store i64 0, ptr %26, align 8
-  br label %95
+102:
+  %103 = load ptr, ptr %12, align 8
+  %104 = load ptr, ptr %13, align 8
+  %105 = load ptr, ptr %14, align 8
+  %106 = load ptr, ptr %5, align 8
+  %107 = getelementptr inbounds nuw %struct.Product, ptr %106, i32 0, i32 4
+  %108 = load i64, ptr %107, align 8
+  %109 = load ptr, ptr %5, align 8
+  %110 = getelementptr inbounds nuw %struct.Product, ptr %109, i32 0, i32 5
+  %111 = load i64, ptr %110, align 8
+  %112 = load i32, ptr %6, align 4
+  call void @tile(ptr noundef %103, ptr noundef %104, ptr noundef %105, i64 noundef %108, i64 noundef %111, i32 noundef 3, i32 noundef 3, i32 noundef %112)
+  br label %128
 
-95:
-  %96 = load i64, ptr %26, align 8
-  %97 = load i64, ptr %21, align 8
-  %98 = icmp slt i64 %96, %97
-  br i1 %98, label %100, label %99
-
-99:
-  br label %114
-
-100:
-  %101 = load ptr, ptr %10, align 8
-  %102 = load ptr, ptr %11, align 8
-  %103 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 0
-  %104 = load i64, ptr %13, align 8
-  %105 = load i64, ptr %24, align 8
-  %106 = load i64, ptr %26, align 8
-  %107 = add nsw i64 %105, %106
-  %108 = load i32, ptr %15, align 4
-  %109 = load i32, ptr %16, align 4
-  %110 = load i32, ptr %17, align 4
-  call void @add_products(ptr noundef %101, ptr noundef %102, ptr noundef %103, i64 noundef %104, i64 noundef %107, i32 noundef %108, i32 noundef %109, i32 noundef %110)
-  br label %111
-
-111:
-  %112 = load i64, ptr %26, align 8
-  %113 = add nsw i64 %112, 8
-  store i64 %113, ptr %26, align 8
-  br label %95, !llvm.loop !31
-
-114:
-  br label %115
-
-115:
-  %116 = load i64, ptr %21, align 8
-  %117 = load i64, ptr %24, align 8
-  %118 = add nsw i64 %117, %116
-  store i64 %118, ptr %24, align 8
-  br label %66, !llvm.loop !32
-
-119:
-  br label %120
-
-120:
-  %121 = load i64, ptr %24, align 8
-  %122 = load i64, ptr %23, align 8
-  %123 = icmp slt i64 %121, %122
-  br i1 %123, label %124, label %136
+113:
+  %114 = load ptr, ptr %12, align 8
+  %115 = load ptr, ptr %13, align 8
+  %116 = load ptr, ptr %14, align 8
+  %117 = load ptr, ptr %5, align 8
+  %118 = getelementptr inbounds nuw %struct.Product, ptr %117, i32 0, i32 4
+  %119 = load i64, ptr %118, align 8
+  %120 = load ptr, ptr %5, align 8
+  %121 = getelementptr inbounds nuw %struct.Product, ptr %120, i32 0, i32 5
+  %122 = load i64, ptr %121, align 8
+  %123 = load i32, ptr %6, align 4
+  call void @tile(ptr noundef %114, ptr noundef %115, ptr noundef %116, i64 noundef %119, i64 noundef %122, i32 noundef 4, i32 noundef 3, i32 noundef %123)
+  br label %128
 
 124:
-  %125 = load ptr, ptr %10, align 8
-  %126 = load ptr, ptr %11, align 8
-  %127 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 0
-  %128 = load i64, ptr %13, align 8
-  %129 = load i64, ptr %24, align 8
-  %130 = load i32, ptr %15, align 4
-  %131 = load i32, ptr %16, align 4
-  %132 = load i32, ptr %17, align 4
-  call void @add_products(ptr noundef %125, ptr noundef %126, ptr noundef %127, i64 noundef %128, i64 noundef %129, i32 noundef %130, i32 noundef %131, i32 noundef %132)
+  br label %128
+
+125:
+  br label %128
+
+126:
+  br label %128
+
+127:
+  br label %128
+
+128:
+  br label %129
+
+129:
+  %130 = load i64, ptr %10, align 8
+  %131 = add nsw i64 %130, 3
+  store i64 %131, ptr %10, align 8
+  br label %32, !llvm.loop !28
+
+132:
   br label %133
 
 133:
-  %134 = load i64, ptr %24, align 8
-  %135 = add nsw i64 %134, 8
-  store i64 %135, ptr %24, align 8
-  br label %120, !llvm.loop !33
+  %134 = load i64, ptr %8, align 8
+  %135 = add nsw i64 %134, 4
+  store i64 %135, ptr %8, align 8
+  br label %22, !llvm.loop !29
 
 136:
-  %137 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 0
-  %138 = load i32, ptr %15, align 4
-  %139 = load i32, ptr %16, align 4
-  %140 = mul nsw i32 %138, %139
-  call void @sums(ptr noundef %137, i32 noundef %140)
-  store i32 0, ptr %28, align 4
-  br label %141
-
-141:
-  %142 = load i32, ptr %28, align 4
-  %143 = load i32, ptr %15, align 4
-  %144 = load i32, ptr %16, align 4
-  %145 = mul nsw i32 %143, %144
-  %146 = icmp slt i32 %142, %145
-  br i1 %146, label %148, label %147
-
-147:
-  br label %161
-
-148:
-  %149 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 0
-  %150 = load i32, ptr %28, align 4
-  %151 = sext i32 %150 to i64
-  %152 = getelementptr inbounds float, ptr %149, i64 %151
-  %153 = load i32, ptr %28, align 4
-  %154 = sdiv i32 %153, 8
-  %155 = sext i32 %154 to i64
-  %156 = getelementptr inbounds [32 x <8 x float>], ptr %19, i64 0, i64 %155
-  %157 = load <8 x float>, ptr %156, align 32
-  call void @store(ptr noundef %152, <8 x float> noundef %157)
-  br label %158
-
-158:
-  %159 = load i32, ptr %28, align 4
-  %160 = add nsw i32 %159, 8
-  store i32 %160, ptr %28, align 4
-  br label %141, !llvm.loop !34
-
-161:
-  br label %162
-
-162:
-  %163 = load i64, ptr %24, align 8
-  %164 = load i64, ptr %13, align 8
-  %165 = icmp slt i64 %163, %164
-  br i1 %165, label %166, label %215
-
-166:
-  store i32 0, ptr %29, align 4
-  br label %167
-
-167:
-  %168 = load i32, ptr %29, align 4
-  %169 = load i32, ptr %15, align 4
-  %170 = load i32, ptr %16, align 4
-  %171 = mul nsw i32 %169, %170
-  %172 = icmp slt i32 %168, %171
-  br i1 %172, label %174, label %173
-
-173:
-  br label %211
-
-174:
-  %175 = load ptr, ptr %11, align 8
-  %176 = load i32, ptr %29, align 4
-  %177 = load i32, ptr %16, align 4
-  %178 = srem i32 %176, %177
-  %179 = sext i32 %178 to i64
-  %180 = load i64, ptr %13, align 8
-  %181 = mul nsw i64 %179, %180
-  %182 = load i64, ptr %24, align 8
-  %183 = add nsw i64 %181, %182
-  %184 = load i32, ptr %17, align 4
-  %185 = call ptr @element(ptr noundef %175, i64 noundef %183, i32 noundef %184)
-  %186 = load i32, ptr %17, align 4
-  %187 = call float @load_one(ptr noundef %185, i32 noundef %186)
-  store float %187, ptr %30, align 4
-  %188 = load ptr, ptr %10, align 8
-  %189 = load i32, ptr %29, align 4
-  %190 = load i32, ptr %16, align 4
-  %191 = sdiv i32 %189, %190
-  %192 = sext i32 %191 to i64
-  %193 = load i64, ptr %13, align 8
-  %194 = mul nsw i64 %192, %193
-  %195 = load i64, ptr %24, align 8
-  %196 = add nsw i64 %194, %195
-  %197 = getelementptr inbounds float, ptr %188, i64 %196
-  %198 = load float, ptr %197, align 4
-  %199 = load float, ptr %30, align 4
-  %200 = load i32, ptr %29, align 4
-  %201 = sext i32 %200 to i64
-  %202 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 %201
-  %203 = load float, ptr %202, align 4
-  %204 = call float @llvm.fma.f32(float %198, float %199, float %203)
-  %205 = load i32, ptr %29, align 4
-  %206 = sext i32 %205 to i64
-  %207 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 %206
-  store float %204, ptr %207, align 4
-  br label %208
-
-208:
-  %209 = load i32, ptr %29, align 4
-  %210 = add nsw i32 %209, 1
-  store i32 %210, ptr %29, align 4
-  br label %167, !llvm.loop !35
-
-211:
-  br label %212
-
-212:
-  %213 = load i64, ptr %24, align 8
-  %214 = add nsw i64 %213, 1
-  store i64 %214, ptr %24, align 8
-  br label %162, !llvm.loop !36
-
-215:
-  store i32 0, ptr %31, align 4
-  br label %216
-
-216:
-  %217 = load i32, ptr %31, align 4
-  %218 = load i32, ptr %15, align 4
-  %219 = load i32, ptr %16, align 4
-  %220 = mul nsw i32 %218, %219
-  %221 = icmp slt i32 %217, %220
-  br i1 %221, label %223, label %222
-
-222:
-  br label %244
-
-223:
-  %224 = load i32, ptr %31, align 4
-  %225 = sext i32 %224 to i64
-  %226 = getelementptr inbounds [32 x float], ptr %27, i64 0, i64 %225
-  %227 = load float, ptr %226, align 4
-  %228 = load ptr, ptr %12, align 8
-  %229 = load i32, ptr %31, align 4
-  %230 = load i32, ptr %16, align 4
-  %231 = sdiv i32 %229, %230
-  %232 = sext i32 %231 to i64
-  %233 = load i64, ptr %14, align 8
-  %234 = mul nsw i64 %232, %233
-  %235 = load i32, ptr %31, align 4
-  %236 = load i32, ptr %16, align 4
-  %237 = srem i32 %235, %236
-  %238 = sext i32 %237 to i64
-  %239 = add nsw i64 %234, %238
-  %240 = getelementptr inbounds float, ptr %228, i64 %239
-  store float %227, ptr %240, align 4
-  br label %241
-
-241:
-  %242 = load i32, ptr %31, align 4
-  %243 = add nsw i32 %242, 1
-  store i32 %243, ptr %31, align 4
-  br label %216, !llvm.loop !37
-
-244:
   ret void
 }
 
@@ -3241,6 +2744,264 @@ define internal ptr @element(ptr noundef %0, i64 noundef %1, i32 noundef %2) #1 
   %11 = mul nsw i64 %8, %10
   %12 = getelementptr inbounds i8, ptr %7, i64 %11
   ret ptr %12
+}
+
+define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7) #1 {
+  %9 = alloca ptr, align 8
+  %10 = alloca ptr, align 8
+  %11 = alloca ptr, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca i32, align 4
+  %15 = alloca i32, align 4
+  %16 = alloca i32, align 4
+  %17 = alloca [32 x <8 x float>], align 32
+  %18 = alloca i32, align 4
+  %19 = alloca i64, align 8
+  %20 = alloca i64, align 8
+  %21 = alloca i64, align 8
+  %22 = alloca i64, align 8
+  %23 = alloca i32, align 4
+  %24 = alloca i64, align 8
+  %25 = alloca i32, align 4
+  store ptr %0, ptr %9, align 8
+  store ptr %1, ptr %10, align 8
+  store ptr %2, ptr %11, align 8
+  store i64 %3, ptr %12, align 8
+  store i64 %4, ptr %13, align 8
+  store i32 %5, ptr %14, align 4
+  store i32 %6, ptr %15, align 4
+  store i32 %7, ptr %16, align 4
+  store i32 0, ptr %18, align 4
+  br label %26
+
+26:
+  %27 = load i32, ptr %18, align 4
+  %28 = load i32, ptr %14, align 4
+  %29 = load i32, ptr %15, align 4
+  %30 = mul nsw i32 %28, %29
+  %31 = icmp slt i32 %27, %30
+  br i1 %31, label %33, label %32
+
+32:
+  br label %40
+
+33:
+  %34 = load i32, ptr %18, align 4
+  %35 = sext i32 %34 to i64
+  %36 = getelementptr inbounds [32 x <8 x float>], ptr %17, i64 0, i64 %35
+  store <8 x float> zeroinitializer, ptr %36, align 32
+  br label %37
+
+37:
+  %38 = load i32, ptr %18, align 4
+  %39 = add nsw i32 %38, 1
+  store i32 %39, ptr %18, align 4
+  br label %26, !llvm.loop !30
+
+40:
+  %41 = load i32, ptr %16, align 4
+  %42 = call i64 @bytes_of(i32 noundef %41)
+  %43 = sdiv i64 64, %42
+  %44 = call i64 @most(i64 noundef %43, i64 noundef 8)
+  store i64 %44, ptr %19, align 8
+  %45 = load i64, ptr %12, align 8
+  %46 = load i64, ptr %19, align 8
+  %47 = sub nsw i64 0, %46
+  %48 = and i64 %45, %47
+  store i64 %48, ptr %20, align 8
+  %49 = load i64, ptr %12, align 8
+  %50 = and i64 %49, -8
+  store i64 %50, ptr %21, align 8
+  store i64 0, ptr %22, align 8
+  br label %51
+
+51:
+  %52 = load i64, ptr %22, align 8
+  %53 = load i64, ptr %20, align 8
+  %54 = icmp slt i64 %52, %53
+  br i1 %54, label %55, label %103
+
+55:
+  store i32 0, ptr %23, align 4
+  br label %56
+
+56:
+  %57 = load i32, ptr %23, align 4
+  %58 = load i32, ptr %15, align 4
+  %59 = icmp slt i32 %57, %58
+  br i1 %59, label %61, label %60
+
+60:
+  br label %78
+
+61:
+  %62 = load ptr, ptr %10, align 8
+  %63 = load i32, ptr %23, align 4
+  %64 = sext i32 %63 to i64
+  %65 = load i64, ptr %12, align 8
+  %66 = mul nsw i64 %64, %65
+  %67 = load i64, ptr %22, align 8
+  %68 = add nsw i64 %66, %67
+  %69 = load i32, ptr %16, align 4
+  %70 = call ptr @element(ptr noundef %62, i64 noundef %68, i32 noundef %69)
+  %71 = load i64, ptr %19, align 8
+  %72 = load i32, ptr %16, align 4
+  %73 = call i64 @bytes_of(i32 noundef %72)
+  %74 = mul nsw i64 %71, %73
+  call void @prefetch(ptr noundef %70, i64 noundef %74, i64 noundef 8192)
+  br label %75
+
+75:
+  %76 = load i32, ptr %23, align 4
+  %77 = add nsw i32 %76, 1
+  store i32 %77, ptr %23, align 4
+  br label %56, !llvm.loop !31
+
+78:
+  store i64 0, ptr %24, align 8
+  br label %79
+
+79:
+  %80 = load i64, ptr %24, align 8
+  %81 = load i64, ptr %19, align 8
+  %82 = icmp slt i64 %80, %81
+  br i1 %82, label %84, label %83
+
+83:
+  br label %98
+
+84:
+  %85 = load ptr, ptr %9, align 8
+  %86 = load ptr, ptr %10, align 8
+  %87 = getelementptr inbounds [32 x <8 x float>], ptr %17, i64 0, i64 0
+  %88 = load i64, ptr %12, align 8
+  %89 = load i64, ptr %22, align 8
+  %90 = load i64, ptr %24, align 8
+  %91 = add nsw i64 %89, %90
+  %92 = load i32, ptr %14, align 4
+  %93 = load i32, ptr %15, align 4
+  %94 = load i32, ptr %16, align 4
+  call void @add_products(ptr noundef %85, ptr noundef %86, ptr noundef %87, i64 noundef %88, i64 noundef %91, i64 noundef 8, i32 noundef %92, i32 noundef %93, i32 noundef %94)
+  br label %95
+
+95:
+  %96 = load i64, ptr %24, align 8
+  %97 = add nsw i64 %96, 8
+  store i64 %97, ptr %24, align 8
+  br label %79, !llvm.loop !32
+
+98:
+  br label %99
+
+99:
+  %100 = load i64, ptr %19, align 8
+  %101 = load i64, ptr %22, align 8
+  %102 = add nsw i64 %101, %100
+  store i64 %102, ptr %22, align 8
+  br label %51, !llvm.loop !33
+
+103:
+  br label %104
+
+104:
+  %105 = load i64, ptr %22, align 8
+  %106 = load i64, ptr %21, align 8
+  %107 = icmp slt i64 %105, %106
+  br i1 %107, label %108, label %120
+
+108:
+  %109 = load ptr, ptr %9, align 8
+  %110 = load ptr, ptr %10, align 8
+  %111 = getelementptr inbounds [32 x <8 x float>], ptr %17, i64 0, i64 0
+  %112 = load i64, ptr %12, align 8
+  %113 = load i64, ptr %22, align 8
+  %114 = load i32, ptr %14, align 4
+  %115 = load i32, ptr %15, align 4
+  %116 = load i32, ptr %16, align 4
+  call void @add_products(ptr noundef %109, ptr noundef %110, ptr noundef %111, i64 noundef %112, i64 noundef %113, i64 noundef 8, i32 noundef %114, i32 noundef %115, i32 noundef %116)
+  br label %117
+
+117:
+  %118 = load i64, ptr %22, align 8
+  %119 = add nsw i64 %118, 8
+  store i64 %119, ptr %22, align 8
+  br label %104, !llvm.loop !34
+
+120:
+  %121 = load i64, ptr %22, align 8
+  %122 = load i64, ptr %12, align 8
+  %123 = icmp slt i64 %121, %122
+  br i1 %123, label %124, label %136
+
+124:
+  %125 = load ptr, ptr %9, align 8
+  %126 = load ptr, ptr %10, align 8
+  %127 = getelementptr inbounds [32 x <8 x float>], ptr %17, i64 0, i64 0
+  %128 = load i64, ptr %12, align 8
+  %129 = load i64, ptr %22, align 8
+  %130 = load i64, ptr %12, align 8
+  %131 = load i64, ptr %22, align 8
+  %132 = sub nsw i64 %130, %131
+  %133 = load i32, ptr %14, align 4
+  %134 = load i32, ptr %15, align 4
+  %135 = load i32, ptr %16, align 4
+  call void @add_products(ptr noundef %125, ptr noundef %126, ptr noundef %127, i64 noundef %128, i64 noundef %129, i64 noundef %132, i32 noundef %133, i32 noundef %134, i32 noundef %135)
+  br label %136
+
+136:
+  %137 = getelementptr inbounds [32 x <8 x float>], ptr %17, i64 0, i64 0
+  %138 = load i32, ptr %14, align 4
+  %139 = load i32, ptr %15, align 4
+  %140 = mul nsw i32 %138, %139
+  call void @sums(ptr noundef %137, i32 noundef %140)
+  store i32 0, ptr %25, align 4
+  br label %141
+
+141:
+  %142 = load i32, ptr %25, align 4
+  %143 = load i32, ptr %14, align 4
+  %144 = load i32, ptr %15, align 4
+  %145 = mul nsw i32 %143, %144
+  %146 = icmp slt i32 %142, %145
+  br i1 %146, label %148, label %147
+
+147:
+  br label %173
+
+148:
+  %149 = load i32, ptr %25, align 4
+  %150 = sdiv i32 %149, 8
+  %151 = sext i32 %150 to i64
+  %152 = getelementptr inbounds [32 x <8 x float>], ptr %17, i64 0, i64 %151
+  %153 = load <8 x float>, ptr %152, align 32
+  %154 = load i32, ptr %25, align 4
+  %155 = srem i32 %154, 8
+  %156 = extractelement <8 x float> %153, i32 %155
+  %157 = load ptr, ptr %11, align 8
+  %158 = load i32, ptr %25, align 4
+  %159 = load i32, ptr %15, align 4
+  %160 = sdiv i32 %158, %159
+  %161 = sext i32 %160 to i64
+  %162 = load i64, ptr %13, align 8
+  %163 = mul nsw i64 %161, %162
+  %164 = load i32, ptr %25, align 4
+  %165 = load i32, ptr %15, align 4
+  %166 = srem i32 %164, %165
+  %167 = sext i32 %166 to i64
+  %168 = add nsw i64 %163, %167
+  %169 = getelementptr inbounds float, ptr %157, i64 %168
+  store float %156, ptr %169, align 4
+  br label %170
+
+170:
+  %171 = load i32, ptr %25, align 4
+  %172 = add nsw i32 %171, 1
+  store i32 %172, ptr %25, align 4
+  br label %141, !llvm.loop !35
+
+173:
+  ret void
 }
 
 define internal i64 @bytes_of(i32 noundef %0) #1 {
@@ -3299,550 +3060,482 @@ define internal void @prefetch(ptr noundef %0, i64 noundef %1, i64 noundef %2) #
   %20 = load i64, ptr %7, align 8
   %21 = add nsw i64 %20, 64
   store i64 %21, ptr %7, align 8
-  br label %8, !llvm.loop !38
+  br label %8, !llvm.loop !36
 
 22:
   ret void
 }
 
-define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6, i32 noundef %7) #11 {
-  %9 = alloca ptr, align 8
+define internal void @add_products(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i64 noundef %5, i32 noundef %6, i32 noundef %7, i32 noundef %8) #11 {
   %10 = alloca ptr, align 8
   %11 = alloca ptr, align 8
-  %12 = alloca i64, align 8
+  %12 = alloca ptr, align 8
   %13 = alloca i64, align 8
-  %14 = alloca i32, align 4
-  %15 = alloca i32, align 4
+  %14 = alloca i64, align 8
+  %15 = alloca i64, align 8
   %16 = alloca i32, align 4
-  %17 = alloca [6 x <8 x float>], align 32
+  %17 = alloca i32, align 4
   %18 = alloca i32, align 4
-  %19 = alloca i32, align 4
+  %19 = alloca [4 x <8 x float>], align 32
   %20 = alloca i32, align 4
-  %21 = alloca <8 x float>, align 32
+  %21 = alloca i32, align 4
   %22 = alloca i32, align 4
-  store ptr %0, ptr %9, align 8
-  store ptr %1, ptr %10, align 8
-  store ptr %2, ptr %11, align 8
-  store i64 %3, ptr %12, align 8
-  store i64 %4, ptr %13, align 8
-  store i32 %5, ptr %14, align 4
-  store i32 %6, ptr %15, align 4
-  store i32 %7, ptr %16, align 4
-  store i32 0, ptr %18, align 4
-  br label %23
-
-23:
-  %24 = load i32, ptr %18, align 4
-  %25 = load i32, ptr %15, align 4
-  %26 = icmp slt i32 %24, %25
-  br i1 %26, label %28, label %27
-
-27:
-  br label %46
-
-28:
-  %29 = load ptr, ptr %10, align 8
-  %30 = load i32, ptr %18, align 4
-  %31 = sext i32 %30 to i64
-  %32 = load i64, ptr %12, align 8
-  %33 = mul nsw i64 %31, %32
-  %34 = load i64, ptr %13, align 8
-  %35 = add nsw i64 %33, %34
-  %36 = load i32, ptr %16, align 4
-  %37 = call ptr @element(ptr noundef %29, i64 noundef %35, i32 noundef %36)
-  %38 = load i32, ptr %16, align 4
-  %39 = call <8 x float> @load(ptr noundef %37, i32 noundef %38)
-  %40 = load i32, ptr %18, align 4
-  %41 = sext i32 %40 to i64
-  %42 = getelementptr inbounds [6 x <8 x float>], ptr %17, i64 0, i64 %41
-  store <8 x float> %39, ptr %42, align 32
-  br label %43
-
-43:
-  %44 = load i32, ptr %18, align 4
-  %45 = add nsw i32 %44, 1
-  store i32 %45, ptr %18, align 4
-  br label %23, !llvm.loop !39
-
-46:
-  store i32 0, ptr %19, align 4
-  br label %47
-
-47:
-  %48 = load i32, ptr %19, align 4
-  %49 = load i32, ptr %14, align 4
-  %50 = icmp slt i32 %48, %49
-  br i1 %50, label %52, label %51
-
-51:
-  store i32 5, ptr %20, align 4
-  br label %98
-
-52:
-  %53 = load ptr, ptr %9, align 8
-  %54 = load i32, ptr %19, align 4
-  %55 = sext i32 %54 to i64
-  %56 = load i64, ptr %12, align 8
-  %57 = mul nsw i64 %55, %56
-  %58 = getelementptr inbounds float, ptr %53, i64 %57
-  %59 = load i64, ptr %13, align 8
-  %60 = getelementptr inbounds float, ptr %58, i64 %59
-  %61 = call <8 x float> @load(ptr noundef %60, i32 noundef 0)
-  store <8 x float> %61, ptr %21, align 32
-  store i32 0, ptr %22, align 4
-  br label %62
-
-62:
-  %63 = load i32, ptr %22, align 4
-  %64 = load i32, ptr %15, align 4
-  %65 = icmp slt i32 %63, %64
-  br i1 %65, label %67, label %66
-
-66:
-  store i32 8, ptr %20, align 4
-  br label %94
-
-67:
-  %68 = load <8 x float>, ptr %21, align 32
-  %69 = load i32, ptr %22, align 4
-  %70 = sext i32 %69 to i64
-  %71 = getelementptr inbounds [6 x <8 x float>], ptr %17, i64 0, i64 %70
-  %72 = load <8 x float>, ptr %71, align 32
-  %73 = load ptr, ptr %11, align 8
-  %74 = load i32, ptr %19, align 4
-  %75 = load i32, ptr %15, align 4
-  %76 = mul nsw i32 %74, %75
-  %77 = load i32, ptr %22, align 4
-  %78 = add nsw i32 %76, %77
-  %79 = sext i32 %78 to i64
-  %80 = getelementptr inbounds <8 x float>, ptr %73, i64 %79
-  %81 = load <8 x float>, ptr %80, align 32
-  %82 = call <8 x float> @fma_(<8 x float> noundef %68, <8 x float> noundef %72, <8 x float> noundef %81)
-  %83 = load ptr, ptr %11, align 8
-  %84 = load i32, ptr %19, align 4
-  %85 = load i32, ptr %15, align 4
-  %86 = mul nsw i32 %84, %85
-  %87 = load i32, ptr %22, align 4
-  %88 = add nsw i32 %86, %87
-  %89 = sext i32 %88 to i64
-  %90 = getelementptr inbounds <8 x float>, ptr %83, i64 %89
-  store <8 x float> %82, ptr %90, align 32
-  br label %91
-
-91:
-  %92 = load i32, ptr %22, align 4
-  %93 = add nsw i32 %92, 1
-  store i32 %93, ptr %22, align 4
-  br label %62, !llvm.loop !40
-
-94:
-  br label %95
-
-95:
-  %96 = load i32, ptr %19, align 4
-  %97 = add nsw i32 %96, 1
-  store i32 %97, ptr %19, align 4
-  br label %47, !llvm.loop !41
-
-98:
-  ret void
-}
-
-define internal float @load_one(ptr noundef %0, i32 noundef %1) #1 {
-  %3 = alloca float, align 4
-  %4 = alloca ptr, align 8
-  %5 = alloca i32, align 4
-  %6 = alloca %union.anon, align 4
-  store ptr %0, ptr %4, align 8
-  store i32 %1, ptr %5, align 4
-  %7 = load i32, ptr %5, align 4
-  switch i32 %7, label %22 [
-    i32 1, label %8
-    i32 2, label %14
-    i32 3, label %18
-  ]
-
-8:
-  %9 = load ptr, ptr %4, align 8
-  %10 = load i16, ptr %9, align 2
-  %11 = zext i16 %10 to i32
-  %12 = shl i32 %11, 16
-  store i32 %12, ptr %6, align 4
-  %13 = load float, ptr %6, align 4
-  store float %13, ptr %3, align 4
-  br label %25
-
-14:
-  %15 = load ptr, ptr %4, align 8
-  %16 = load half, ptr %15, align 2
-  %17 = fpext half %16 to float
-  store float %17, ptr %3, align 4
-  br label %25
-
-18:
-  %19 = load ptr, ptr %4, align 8
-  %20 = load i8, ptr %19, align 1
-  %21 = sitofp i8 %20 to float
-  store float %21, ptr %3, align 4
-  br label %25
-
-22:
-  %23 = load ptr, ptr %4, align 8
-  %24 = load float, ptr %23, align 4
-  store float %24, ptr %3, align 4
+  %23 = alloca <8 x float>, align 32
+  %24 = alloca i32, align 4
+  store ptr %0, ptr %10, align 8
+  store ptr %1, ptr %11, align 8
+  store ptr %2, ptr %12, align 8
+  store i64 %3, ptr %13, align 8
+  store i64 %4, ptr %14, align 8
+  store i64 %5, ptr %15, align 8
+  store i32 %6, ptr %16, align 4
+  store i32 %7, ptr %17, align 4
+  store i32 %8, ptr %18, align 4
+  store i32 0, ptr %20, align 4
   br label %25
 
 25:
-  %26 = load float, ptr %3, align 4
-  ret float %26
+  %26 = load i32, ptr %20, align 4
+  %27 = load i32, ptr %17, align 4
+  %28 = icmp slt i32 %26, %27
+  br i1 %28, label %30, label %29
+
+29:
+  br label %49
+
+30:
+  %31 = load ptr, ptr %11, align 8
+  %32 = load i32, ptr %20, align 4
+  %33 = sext i32 %32 to i64
+  %34 = load i64, ptr %13, align 8
+  %35 = mul nsw i64 %33, %34
+  %36 = load i64, ptr %14, align 8
+  %37 = add nsw i64 %35, %36
+  %38 = load i32, ptr %18, align 4
+  %39 = call ptr @element(ptr noundef %31, i64 noundef %37, i32 noundef %38)
+  %40 = load i64, ptr %15, align 8
+  %41 = load i32, ptr %18, align 4
+  %42 = call <8 x float> @load_some(ptr noundef %39, i64 noundef %40, i32 noundef %41)
+  %43 = load i32, ptr %20, align 4
+  %44 = sext i32 %43 to i64
+  %45 = getelementptr inbounds [4 x <8 x float>], ptr %19, i64 0, i64 %44
+  store <8 x float> %42, ptr %45, align 32
+  br label %46
+
+46:
+  %47 = load i32, ptr %20, align 4
+  %48 = add nsw i32 %47, 1
+  store i32 %48, ptr %20, align 4
+  br label %25, !llvm.loop !37
+
+49:
+  store i32 0, ptr %21, align 4
+  br label %50
+
+50:
+  %51 = load i32, ptr %21, align 4
+  %52 = load i32, ptr %16, align 4
+  %53 = icmp slt i32 %51, %52
+  br i1 %53, label %55, label %54
+
+54:
+  store i32 5, ptr %22, align 4
+  br label %102
+
+55:
+  %56 = load ptr, ptr %10, align 8
+  %57 = load i32, ptr %21, align 4
+  %58 = sext i32 %57 to i64
+  %59 = load i64, ptr %13, align 8
+  %60 = mul nsw i64 %58, %59
+  %61 = getelementptr inbounds float, ptr %56, i64 %60
+  %62 = load i64, ptr %14, align 8
+  %63 = getelementptr inbounds float, ptr %61, i64 %62
+  %64 = load i64, ptr %15, align 8
+  %65 = call <8 x float> @load_some(ptr noundef %63, i64 noundef %64, i32 noundef 0)
+  store <8 x float> %65, ptr %23, align 32
+  store i32 0, ptr %24, align 4
+  br label %66
+
+66:
+  %67 = load i32, ptr %24, align 4
+  %68 = load i32, ptr %17, align 4
+  %69 = icmp slt i32 %67, %68
+  br i1 %69, label %71, label %70
+
+70:
+  store i32 8, ptr %22, align 4
+  br label %98
+
+71:
+  %72 = load <8 x float>, ptr %23, align 32
+  %73 = load i32, ptr %24, align 4
+  %74 = sext i32 %73 to i64
+  %75 = getelementptr inbounds [4 x <8 x float>], ptr %19, i64 0, i64 %74
+  %76 = load <8 x float>, ptr %75, align 32
+  %77 = load ptr, ptr %12, align 8
+  %78 = load i32, ptr %21, align 4
+  %79 = load i32, ptr %17, align 4
+  %80 = mul nsw i32 %78, %79
+  %81 = load i32, ptr %24, align 4
+  %82 = add nsw i32 %80, %81
+  %83 = sext i32 %82 to i64
+  %84 = getelementptr inbounds <8 x float>, ptr %77, i64 %83
+  %85 = load <8 x float>, ptr %84, align 32
+  %86 = call <8 x float> @fma_(<8 x float> noundef %72, <8 x float> noundef %76, <8 x float> noundef %85)
+  %87 = load ptr, ptr %12, align 8
+  %88 = load i32, ptr %21, align 4
+  %89 = load i32, ptr %17, align 4
+  %90 = mul nsw i32 %88, %89
+  %91 = load i32, ptr %24, align 4
+  %92 = add nsw i32 %90, %91
+  %93 = sext i32 %92 to i64
+  %94 = getelementptr inbounds <8 x float>, ptr %87, i64 %93
+  store <8 x float> %86, ptr %94, align 32
+  br label %95
+
+95:
+  %96 = load i32, ptr %24, align 4
+  %97 = add nsw i32 %96, 1
+  store i32 %97, ptr %24, align 4
+  br label %66, !llvm.loop !38
+
+98:
+  br label %99
+
+99:
+  %100 = load i32, ptr %21, align 4
+  %101 = add nsw i32 %100, 1
+  store i32 %101, ptr %21, align 4
+  br label %50, !llvm.loop !39
+
+102:
+  ret void
 }
 
 declare void @llvm.prefetch.p0(ptr readonly captures(none), i32 immarg, i32 immarg, i32 immarg) #13
+
+define internal <8 x float> @load_some(ptr noundef %0, i64 noundef %1, i32 noundef %2) #11 {
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i32, align 4
+  %7 = alloca [32 x i8], align 16
+  store ptr %0, ptr %4, align 8
+  store i64 %1, ptr %5, align 8
+  store i32 %2, ptr %6, align 4
+  call void @llvm.memset.p0.i64(ptr align 16 %7, i8 0, i64 32, i1 false)
+  %8 = getelementptr inbounds [32 x i8], ptr %7, i64 0, i64 0
+  %9 = load ptr, ptr %4, align 8
+  %10 = load i64, ptr %5, align 8
+  %11 = load i32, ptr %6, align 4
+  %12 = call i64 @bytes_of(i32 noundef %11)
+  %13 = mul nsw i64 %10, %12
+  call void @llvm.memcpy.p0.p0.i64(ptr align 16 %8, ptr align 1 %9, i64 %13, i1 false)
+  %14 = getelementptr inbounds [32 x i8], ptr %7, i64 0, i64 0
+  %15 = load i32, ptr %6, align 4
+  %16 = call <8 x float> @load(ptr noundef %14, i32 noundef %15)
+  ret <8 x float> %16
+}
 
 define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
   %3 = alloca ptr, align 8
   %4 = alloca ptr, align 8
   %5 = alloca i64, align 8
   %6 = alloca i64, align 8
-  %7 = alloca i64, align 8
-  %8 = alloca i32, align 4
-  %9 = alloca ptr, align 8
-  %10 = alloca ptr, align 8
-  %11 = alloca float, align 4
-  %12 = alloca float, align 4
-  %13 = alloca ptr, align 8
-  %14 = alloca i64, align 8
+  %7 = alloca i32, align 4
+  %8 = alloca ptr, align 8
+  %9 = alloca float, align 4
+  %10 = alloca float, align 4
+  %11 = alloca ptr, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca float, align 4
   %15 = alloca i64, align 8
   %16 = alloca float, align 4
   %17 = alloca i64, align 8
-  %18 = alloca ptr, align 8
-  %19 = alloca ptr, align 8
-  %20 = alloca float, align 4
-  %21 = alloca i64, align 8
-  %22 = alloca i32, align 4
-  %23 = alloca i64, align 8
+  %18 = alloca i32, align 4
+  %19 = alloca i64, align 8
   store ptr %0, ptr %3, align 8
   store ptr %1, ptr %4, align 8
-  %24 = load i64, ptr @head_dim, align 8
-  store i64 %24, ptr %5, align 8
-  %25 = load ptr, ptr %3, align 8
-  %26 = getelementptr inbounds nuw %struct.Attention, ptr %25, i32 0, i32 9
-  %27 = load i64, ptr %26, align 8
-  %28 = load i64, ptr %5, align 8
-  %29 = add nsw i64 %28, 2
-  %30 = mul nsw i64 %27, %29
-  store i64 %30, ptr %6, align 8
-  store i64 0, ptr %7, align 8
-  br label %31
+  %20 = load ptr, ptr %3, align 8
+  %21 = getelementptr inbounds nuw %struct.Attention, ptr %20, i32 0, i32 6
+  %22 = load i64, ptr %21, align 8
+  %23 = load ptr, ptr %3, align 8
+  %24 = getelementptr inbounds nuw %struct.Attention, ptr %23, i32 0, i32 9
+  %25 = load i64, ptr %24, align 8
+  %26 = mul nsw i64 %22, %25
+  %27 = load i64, ptr @head_dim, align 8
+  %28 = add nsw i64 %27, 2
+  %29 = mul nsw i64 %26, %28
+  store i64 %29, ptr %5, align 8
+  store i64 0, ptr %6, align 8
+  br label %30
 
-31:
-  %32 = load i64, ptr %7, align 8
-  %33 = load ptr, ptr %3, align 8
-  %34 = getelementptr inbounds nuw %struct.Attention, ptr %33, i32 0, i32 6
-  %35 = load i64, ptr %34, align 8
-  %36 = load ptr, ptr %3, align 8
-  %37 = getelementptr inbounds nuw %struct.Attention, ptr %36, i32 0, i32 9
-  %38 = load i64, ptr %37, align 8
-  %39 = mul nsw i64 %35, %38
-  %40 = icmp slt i64 %32, %39
-  br i1 %40, label %42, label %41
+30:
+  %31 = load i64, ptr %6, align 8
+  %32 = load ptr, ptr %3, align 8
+  %33 = getelementptr inbounds nuw %struct.Attention, ptr %32, i32 0, i32 6
+  %34 = load i64, ptr %33, align 8
+  %35 = load ptr, ptr %3, align 8
+  %36 = getelementptr inbounds nuw %struct.Attention, ptr %35, i32 0, i32 9
+  %37 = load i64, ptr %36, align 8
+  %38 = mul nsw i64 %34, %37
+  %39 = icmp slt i64 %31, %38
+  br i1 %39, label %41, label %40
+
+40:
+  store i32 2, ptr %7, align 4
+  br label %194
 
 41:
-  store i32 2, ptr %8, align 4
-  br label %236
+  %42 = load ptr, ptr %3, align 8
+  %43 = getelementptr inbounds nuw %struct.Attention, ptr %42, i32 0, i32 5
+  %44 = load ptr, ptr %43, align 8
+  %45 = load i64, ptr %6, align 8
+  %46 = load i64, ptr @head_dim, align 8
+  %47 = add nsw i64 %46, 2
+  %48 = mul nsw i64 %45, %47
+  %49 = getelementptr inbounds float, ptr %44, i64 %48
+  store ptr %49, ptr %8, align 8
+  store float 0xC6293E5940000000, ptr %9, align 4
+  store float 0.000000e+00, ptr %10, align 4
+  %50 = load ptr, ptr %4, align 8
+  %51 = load ptr, ptr %3, align 8
+  %52 = load i64, ptr %6, align 8
+  %53 = load ptr, ptr %3, align 8
+  %54 = getelementptr inbounds nuw %struct.Attention, ptr %53, i32 0, i32 9
+  %55 = load i64, ptr %54, align 8
+  %56 = sdiv i64 %52, %55
+  %57 = load i64, ptr %6, align 8
+  %58 = load ptr, ptr %3, align 8
+  %59 = getelementptr inbounds nuw %struct.Attention, ptr %58, i32 0, i32 9
+  %60 = load i64, ptr %59, align 8
+  %61 = srem i64 %57, %60
+  %62 = call i64 @query(ptr noundef %51, i64 noundef %56, i64 noundef %61)
+  %63 = getelementptr inbounds float, ptr %50, i64 %62
+  store ptr %63, ptr %11, align 8
+  store i64 0, ptr %12, align 8
+  br label %64
 
-42:
-  %43 = load ptr, ptr %3, align 8
-  %44 = getelementptr inbounds nuw %struct.Attention, ptr %43, i32 0, i32 5
-  %45 = load ptr, ptr %44, align 8
-  %46 = load i64, ptr %7, align 8
-  %47 = load ptr, ptr %3, align 8
-  %48 = getelementptr inbounds nuw %struct.Attention, ptr %47, i32 0, i32 9
-  %49 = load i64, ptr %48, align 8
-  %50 = sdiv i64 %46, %49
-  %51 = load i64, ptr %6, align 8
-  %52 = mul nsw i64 %50, %51
-  %53 = getelementptr inbounds float, ptr %45, i64 %52
-  store ptr %53, ptr %9, align 8
-  %54 = load ptr, ptr %9, align 8
-  %55 = load ptr, ptr %3, align 8
-  %56 = getelementptr inbounds nuw %struct.Attention, ptr %55, i32 0, i32 9
-  %57 = load i64, ptr %56, align 8
-  %58 = load i64, ptr %5, align 8
-  %59 = mul nsw i64 %57, %58
-  %60 = getelementptr inbounds float, ptr %54, i64 %59
-  %61 = load i64, ptr %7, align 8
-  %62 = load ptr, ptr %3, align 8
-  %63 = getelementptr inbounds nuw %struct.Attention, ptr %62, i32 0, i32 9
-  %64 = load i64, ptr %63, align 8
-  %65 = srem i64 %61, %64
-  %66 = getelementptr inbounds float, ptr %60, i64 %65
-  store ptr %66, ptr %10, align 8
-  store float 0xC6293E5940000000, ptr %11, align 4
-  store float 0.000000e+00, ptr %12, align 4
-  %67 = load ptr, ptr %4, align 8
-  %68 = load ptr, ptr %3, align 8
-  %69 = load i64, ptr %7, align 8
-  %70 = load ptr, ptr %3, align 8
-  %71 = getelementptr inbounds nuw %struct.Attention, ptr %70, i32 0, i32 9
-  %72 = load i64, ptr %71, align 8
-  %73 = sdiv i64 %69, %72
-  %74 = load i64, ptr %7, align 8
-  %75 = load ptr, ptr %3, align 8
-  %76 = getelementptr inbounds nuw %struct.Attention, ptr %75, i32 0, i32 9
-  %77 = load i64, ptr %76, align 8
-  %78 = srem i64 %74, %77
-  %79 = call i64 @query(ptr noundef %68, i64 noundef %73, i64 noundef %78)
-  %80 = getelementptr inbounds float, ptr %67, i64 %79
-  store ptr %80, ptr %13, align 8
-  store i64 0, ptr %14, align 8
-  br label %81
+64:
+  %65 = load i64, ptr %12, align 8
+  %66 = load i64, ptr @head_dim, align 8
+  %67 = icmp slt i64 %65, %66
+  br i1 %67, label %69, label %68
 
-81:
-  %82 = load i64, ptr %14, align 8
-  %83 = load i64, ptr %5, align 8
-  %84 = icmp slt i64 %82, %83
-  br i1 %84, label %86, label %85
+68:
+  store i32 5, ptr %7, align 4
+  br label %76
 
-85:
-  store i32 5, ptr %8, align 4
-  br label %93
+69:
+  %70 = load ptr, ptr %11, align 8
+  %71 = load i64, ptr %12, align 8
+  %72 = getelementptr inbounds float, ptr %70, i64 %71
+  store float 0.000000e+00, ptr %72, align 4
+  br label %73
 
-86:
-  %87 = load ptr, ptr %13, align 8
-  %88 = load i64, ptr %14, align 8
-  %89 = getelementptr inbounds float, ptr %87, i64 %88
-  store float 0.000000e+00, ptr %89, align 4
-  br label %90
+73:
+  %74 = load i64, ptr %12, align 8
+  %75 = add nsw i64 %74, 1
+  store i64 %75, ptr %12, align 8
+  br label %64, !llvm.loop !40
 
-90:
-  %91 = load i64, ptr %14, align 8
-  %92 = add nsw i64 %91, 1
-  store i64 %92, ptr %14, align 8
-  br label %81, !llvm.loop !42
+76:
+  store i64 0, ptr %13, align 8
+  br label %77
 
-93:
-  store i64 0, ptr %15, align 8
-  br label %94
+77:
+  %78 = load i64, ptr %13, align 8
+  %79 = load ptr, ptr %3, align 8
+  %80 = getelementptr inbounds nuw %struct.Attention, ptr %79, i32 0, i32 12
+  %81 = load i64, ptr %80, align 8
+  %82 = icmp slt i64 %78, %81
+  br i1 %82, label %84, label %83
 
-94:
-  %95 = load i64, ptr %15, align 8
-  %96 = load ptr, ptr %3, align 8
-  %97 = getelementptr inbounds nuw %struct.Attention, ptr %96, i32 0, i32 12
-  %98 = load i64, ptr %97, align 8
-  %99 = icmp slt i64 %95, %98
-  br i1 %99, label %101, label %100
+83:
+  store i32 8, ptr %7, align 4
+  br label %105
+
+84:
+  %85 = load ptr, ptr %8, align 8
+  %86 = load i64, ptr %13, align 8
+  %87 = load i64, ptr %5, align 8
+  %88 = mul nsw i64 %86, %87
+  %89 = load i64, ptr @head_dim, align 8
+  %90 = add nsw i64 %88, %89
+  %91 = getelementptr inbounds float, ptr %85, i64 %90
+  %92 = load float, ptr %91, align 4
+  store float %92, ptr %14, align 4
+  %93 = load float, ptr %14, align 4
+  %94 = load float, ptr %9, align 4
+  %95 = fcmp ogt float %93, %94
+  br i1 %95, label %96, label %98
+
+96:
+  %97 = load float, ptr %14, align 4
+  br label %100
+
+98:
+  %99 = load float, ptr %9, align 4
+  br label %100
 
 100:
-  store i32 8, ptr %8, align 4
+  %101 = phi float [ %97, %96 ], [ %99, %98 ]
+  store float %101, ptr %9, align 4
+  br label %102
+
+102:
+  %103 = load i64, ptr %13, align 8
+  %104 = add nsw i64 %103, 1
+  store i64 %104, ptr %13, align 8
+  br label %77, !llvm.loop !41
+
+105:
+  store i64 0, ptr %15, align 8
+  br label %106
+
+106:
+  %107 = load i64, ptr %15, align 8
+  %108 = load ptr, ptr %3, align 8
+  %109 = getelementptr inbounds nuw %struct.Attention, ptr %108, i32 0, i32 12
+  %110 = load i64, ptr %109, align 8
+  %111 = icmp slt i64 %107, %110
+  br i1 %111, label %113, label %112
+
+112:
+  store i32 11, ptr %7, align 4
+  br label %161
+
+113:
+  %114 = load ptr, ptr %8, align 8
+  %115 = load i64, ptr @head_dim, align 8
+  %116 = getelementptr inbounds float, ptr %114, i64 %115
+  %117 = load float, ptr %116, align 4
+  %118 = load float, ptr %9, align 4
+  %119 = fsub float %117, %118
+  %120 = insertelement <8 x float> poison, float %119, i64 0
+  %121 = shufflevector <8 x float> %120, <8 x float> poison, <8 x i32> zeroinitializer
+  %122 = call <8 x float> @exponential(<8 x float> noundef %121)
+  %123 = extractelement <8 x float> %122, i32 0
+  store float %123, ptr %16, align 4
+  store i64 0, ptr %17, align 8
   br label %124
 
-101:
-  %102 = load ptr, ptr %10, align 8
-  %103 = load i64, ptr %15, align 8
-  %104 = load ptr, ptr %3, align 8
-  %105 = getelementptr inbounds nuw %struct.Attention, ptr %104, i32 0, i32 6
-  %106 = load i64, ptr %105, align 8
-  %107 = mul nsw i64 %103, %106
-  %108 = load i64, ptr %6, align 8
-  %109 = mul nsw i64 %107, %108
-  %110 = getelementptr inbounds float, ptr %102, i64 %109
-  %111 = load float, ptr %110, align 4
-  store float %111, ptr %16, align 4
-  %112 = load float, ptr %16, align 4
-  %113 = load float, ptr %11, align 4
-  %114 = fcmp ogt float %112, %113
-  br i1 %114, label %115, label %117
-
-115:
-  %116 = load float, ptr %16, align 4
-  br label %119
-
-117:
-  %118 = load float, ptr %11, align 4
-  br label %119
-
-119:
-  %120 = phi float [ %116, %115 ], [ %118, %117 ]
-  store float %120, ptr %11, align 4
-  br label %121
-
-121:
-  %122 = load i64, ptr %15, align 8
-  %123 = add nsw i64 %122, 1
-  store i64 %123, ptr %15, align 8
-  br label %94, !llvm.loop !43
-
 124:
-  store i64 0, ptr %17, align 8
-  br label %125
+  %125 = load i64, ptr %17, align 8
+  %126 = load i64, ptr @head_dim, align 8
+  %127 = icmp slt i64 %125, %126
+  br i1 %127, label %129, label %128
 
-125:
-  %126 = load i64, ptr %17, align 8
-  %127 = load ptr, ptr %3, align 8
-  %128 = getelementptr inbounds nuw %struct.Attention, ptr %127, i32 0, i32 12
-  %129 = load i64, ptr %128, align 8
-  %130 = icmp slt i64 %126, %129
-  br i1 %130, label %132, label %131
+128:
+  store i32 14, ptr %7, align 4
+  br label %146
 
-131:
-  store i32 11, ptr %8, align 4
-  br label %203
+129:
+  %130 = load ptr, ptr %8, align 8
+  %131 = load i64, ptr %17, align 8
+  %132 = getelementptr inbounds float, ptr %130, i64 %131
+  %133 = load float, ptr %132, align 4
+  %134 = load float, ptr %16, align 4
+  %135 = load ptr, ptr %11, align 8
+  %136 = load i64, ptr %17, align 8
+  %137 = getelementptr inbounds float, ptr %135, i64 %136
+  %138 = load float, ptr %137, align 4
+  %139 = call float @llvm.fma.f32(float %133, float %134, float %138)
+  %140 = load ptr, ptr %11, align 8
+  %141 = load i64, ptr %17, align 8
+  %142 = getelementptr inbounds float, ptr %140, i64 %141
+  store float %139, ptr %142, align 4
+  br label %143
 
-132:
-  %133 = load ptr, ptr %9, align 8
-  %134 = load i64, ptr %17, align 8
-  %135 = load ptr, ptr %3, align 8
-  %136 = getelementptr inbounds nuw %struct.Attention, ptr %135, i32 0, i32 6
-  %137 = load i64, ptr %136, align 8
-  %138 = mul nsw i64 %134, %137
-  %139 = load i64, ptr %6, align 8
-  %140 = mul nsw i64 %138, %139
-  %141 = getelementptr inbounds float, ptr %133, i64 %140
-  %142 = load i64, ptr %7, align 8
-  %143 = load ptr, ptr %3, align 8
-  %144 = getelementptr inbounds nuw %struct.Attention, ptr %143, i32 0, i32 9
-  %145 = load i64, ptr %144, align 8
-  %146 = srem i64 %142, %145
-  %147 = load i64, ptr %5, align 8
-  %148 = mul nsw i64 %146, %147
-  %149 = getelementptr inbounds float, ptr %141, i64 %148
-  store ptr %149, ptr %18, align 8
-  %150 = load ptr, ptr %10, align 8
-  %151 = load i64, ptr %17, align 8
-  %152 = load ptr, ptr %3, align 8
-  %153 = getelementptr inbounds nuw %struct.Attention, ptr %152, i32 0, i32 6
-  %154 = load i64, ptr %153, align 8
-  %155 = mul nsw i64 %151, %154
-  %156 = load i64, ptr %6, align 8
-  %157 = mul nsw i64 %155, %156
-  %158 = getelementptr inbounds float, ptr %150, i64 %157
-  store ptr %158, ptr %19, align 8
-  %159 = load ptr, ptr %19, align 8
-  %160 = getelementptr inbounds float, ptr %159, i64 0
-  %161 = load float, ptr %160, align 4
-  %162 = load float, ptr %11, align 4
-  %163 = fsub float %161, %162
-  %164 = insertelement <8 x float> poison, float %163, i64 0
-  %165 = shufflevector <8 x float> %164, <8 x float> poison, <8 x i32> zeroinitializer
-  %166 = call <8 x float> @exponential(<8 x float> noundef %165)
-  %167 = extractelement <8 x float> %166, i32 0
-  store float %167, ptr %20, align 4
-  store i64 0, ptr %21, align 8
-  br label %168
+143:
+  %144 = load i64, ptr %17, align 8
+  %145 = add nsw i64 %144, 1
+  store i64 %145, ptr %17, align 8
+  br label %124, !llvm.loop !42
 
-168:
-  %169 = load i64, ptr %21, align 8
-  %170 = load i64, ptr %5, align 8
-  %171 = icmp slt i64 %169, %170
-  br i1 %171, label %173, label %172
+146:
+  %147 = load ptr, ptr %8, align 8
+  %148 = load i64, ptr @head_dim, align 8
+  %149 = add nsw i64 %148, 1
+  %150 = getelementptr inbounds float, ptr %147, i64 %149
+  %151 = load float, ptr %150, align 4
+  %152 = load float, ptr %16, align 4
+  %153 = load float, ptr %10, align 4
+  %154 = call float @llvm.fma.f32(float %151, float %152, float %153)
+  store float %154, ptr %10, align 4
+  br label %155
 
-172:
-  store i32 14, ptr %8, align 4
+155:
+  %156 = load i64, ptr %15, align 8
+  %157 = add nsw i64 %156, 1
+  store i64 %157, ptr %15, align 8
+  %158 = load i64, ptr %5, align 8
+  %159 = load ptr, ptr %8, align 8
+  %160 = getelementptr inbounds float, ptr %159, i64 %158
+  store ptr %160, ptr %8, align 8
+  br label %106, !llvm.loop !43
+
+161:
+  %162 = load float, ptr %10, align 4
+  %163 = fcmp ole float %162, 0.000000e+00
+  %164 = xor i1 %163, true
+  %165 = zext i1 %164 to i32
+  store i32 %165, ptr %18, align 4
+  store i64 0, ptr %19, align 8
+  br label %166
+
+166:
+  %167 = load i64, ptr %19, align 8
+  %168 = load i64, ptr @head_dim, align 8
+  %169 = icmp slt i64 %167, %168
+  br i1 %169, label %171, label %170
+
+170:
+  store i32 17, ptr %7, align 4
   br label %190
 
-173:
-  %174 = load ptr, ptr %18, align 8
-  %175 = load i64, ptr %21, align 8
-  %176 = getelementptr inbounds float, ptr %174, i64 %175
-  %177 = load float, ptr %176, align 4
-  %178 = load float, ptr %20, align 4
-  %179 = load ptr, ptr %13, align 8
-  %180 = load i64, ptr %21, align 8
-  %181 = getelementptr inbounds float, ptr %179, i64 %180
-  %182 = load float, ptr %181, align 4
-  %183 = call float @llvm.fma.f32(float %177, float %178, float %182)
-  %184 = load ptr, ptr %13, align 8
-  %185 = load i64, ptr %21, align 8
+171:
+  %172 = load i32, ptr %18, align 4
+  %173 = icmp ne i32 %172, 0
+  br i1 %173, label %174, label %181
+
+174:
+  %175 = load ptr, ptr %11, align 8
+  %176 = load i64, ptr %19, align 8
+  %177 = getelementptr inbounds float, ptr %175, i64 %176
+  %178 = load float, ptr %177, align 4
+  %179 = load float, ptr %10, align 4
+  %180 = fdiv float %178, %179
+  br label %182
+
+181:
+  br label %182
+
+182:
+  %183 = phi float [ %180, %174 ], [ 0.000000e+00, %181 ]
+  %184 = load ptr, ptr %11, align 8
+  %185 = load i64, ptr %19, align 8
   %186 = getelementptr inbounds float, ptr %184, i64 %185
   store float %183, ptr %186, align 4
   br label %187
 
 187:
-  %188 = load i64, ptr %21, align 8
+  %188 = load i64, ptr %19, align 8
   %189 = add nsw i64 %188, 1
-  store i64 %189, ptr %21, align 8
-  br label %168, !llvm.loop !44
+  store i64 %189, ptr %19, align 8
+  br label %166, !llvm.loop !44
 
 190:
-  %191 = load ptr, ptr %19, align 8
-  %192 = load ptr, ptr %3, align 8
-  %193 = getelementptr inbounds nuw %struct.Attention, ptr %192, i32 0, i32 9
-  %194 = load i64, ptr %193, align 8
-  %195 = getelementptr inbounds float, ptr %191, i64 %194
-  %196 = load float, ptr %195, align 4
-  %197 = load float, ptr %20, align 4
-  %198 = load float, ptr %12, align 4
-  %199 = call float @llvm.fma.f32(float %196, float %197, float %198)
-  store float %199, ptr %12, align 4
-  br label %200
+  br label %191
 
-200:
-  %201 = load i64, ptr %17, align 8
-  %202 = add nsw i64 %201, 1
-  store i64 %202, ptr %17, align 8
-  br label %125, !llvm.loop !45
+191:
+  %192 = load i64, ptr %6, align 8
+  %193 = add nsw i64 %192, 1
+  store i64 %193, ptr %6, align 8
+  br label %30, !llvm.loop !45
 
-203:
-  %204 = load float, ptr %12, align 4
-  %205 = fcmp ole float %204, 0.000000e+00
-  %206 = xor i1 %205, true
-  %207 = zext i1 %206 to i32
-  store i32 %207, ptr %22, align 4
-  store i64 0, ptr %23, align 8
-  br label %208
-
-208:
-  %209 = load i64, ptr %23, align 8
-  %210 = load i64, ptr %5, align 8
-  %211 = icmp slt i64 %209, %210
-  br i1 %211, label %213, label %212
-
-212:
-  store i32 17, ptr %8, align 4
-  br label %232
-
-213:
-  %214 = load i32, ptr %22, align 4
-  %215 = icmp ne i32 %214, 0
-  br i1 %215, label %216, label %223
-
-216:
-  %217 = load ptr, ptr %13, align 8
-  %218 = load i64, ptr %23, align 8
-  %219 = getelementptr inbounds float, ptr %217, i64 %218
-  %220 = load float, ptr %219, align 4
-  %221 = load float, ptr %12, align 4
-  %222 = fdiv float %220, %221
-  br label %224
-
-223:
-  br label %224
-
-224:
-  %225 = phi float [ %222, %216 ], [ 0.000000e+00, %223 ]
-  %226 = load ptr, ptr %13, align 8
-  %227 = load i64, ptr %23, align 8
-  %228 = getelementptr inbounds float, ptr %226, i64 %227
-  store float %225, ptr %228, align 4
-  br label %229
-
-229:
-  %230 = load i64, ptr %23, align 8
-  %231 = add nsw i64 %230, 1
-  store i64 %231, ptr %23, align 8
-  br label %208, !llvm.loop !46
-
-232:
-  br label %233
-
-233:
-  %234 = load i64, ptr %7, align 8
-  %235 = add nsw i64 %234, 1
-  store i64 %235, ptr %7, align 8
-  br label %31, !llvm.loop !47
-
-236:
+194:
   ret void
 }
 
@@ -3987,794 +3680,821 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %10 = alloca i64, align 8
   %11 = alloca i64, align 8
   %12 = alloca i64, align 8
-  %13 = alloca i64, align 8
+  %13 = alloca float, align 4
   %14 = alloca ptr, align 8
-  %15 = alloca ptr, align 8
+  %15 = alloca i64, align 8
   %16 = alloca i64, align 8
-  %17 = alloca float, align 4
-  %18 = alloca i64, align 8
-  %19 = alloca i32, align 4
+  %17 = alloca i32, align 4
+  %18 = alloca %struct.Block, align 8
+  %19 = alloca i64, align 8
   %20 = alloca i64, align 8
-  %21 = alloca [16 x i32], align 16
-  %22 = alloca [16 x i32], align 16
-  %23 = alloca ptr, align 8
+  %21 = alloca i64, align 8
+  %22 = alloca i64, align 8
+  %23 = alloca i64, align 8
   %24 = alloca ptr, align 8
-  %25 = alloca ptr, align 8
+  %25 = alloca i64, align 8
   %26 = alloca i64, align 8
   %27 = alloca i64, align 8
   %28 = alloca i64, align 8
   %29 = alloca i64, align 8
   %30 = alloca i64, align 8
-  %31 = alloca i64, align 8
-  %32 = alloca i64, align 8
-  %33 = alloca i64, align 8
-  %34 = alloca i64, align 8
-  %35 = alloca i64, align 8
   store i64 %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
   store i32 %2, ptr %6, align 4
+  %31 = load i64, ptr %4, align 8
+  %32 = load ptr, ptr %5, align 8
+  %33 = getelementptr inbounds nuw %struct.Attention, ptr %32, i32 0, i32 6
+  %34 = load i64, ptr %33, align 8
+  %35 = srem i64 %31, %34
+  store i64 %35, ptr %7, align 8
   %36 = load i64, ptr %4, align 8
   %37 = load ptr, ptr %5, align 8
   %38 = getelementptr inbounds nuw %struct.Attention, ptr %37, i32 0, i32 6
   %39 = load i64, ptr %38, align 8
-  %40 = srem i64 %36, %39
-  store i64 %40, ptr %7, align 8
-  %41 = load i64, ptr %4, align 8
-  %42 = load ptr, ptr %5, align 8
-  %43 = getelementptr inbounds nuw %struct.Attention, ptr %42, i32 0, i32 6
-  %44 = load i64, ptr %43, align 8
-  %45 = sdiv i64 %41, %44
-  %46 = load ptr, ptr %5, align 8
-  %47 = getelementptr inbounds nuw %struct.Attention, ptr %46, i32 0, i32 12
-  %48 = load i64, ptr %47, align 8
-  %49 = srem i64 %45, %48
-  store i64 %49, ptr %8, align 8
+  %40 = sdiv i64 %36, %39
+  %41 = load ptr, ptr %5, align 8
+  %42 = getelementptr inbounds nuw %struct.Attention, ptr %41, i32 0, i32 12
+  %43 = load i64, ptr %42, align 8
+  %44 = srem i64 %40, %43
+  store i64 %44, ptr %8, align 8
+  %45 = load ptr, ptr %5, align 8
+  %46 = getelementptr inbounds nuw %struct.Attention, ptr %45, i32 0, i32 14
+  %47 = load i64, ptr %46, align 8
+  %48 = sub nsw i64 %47, 1
+  %49 = load i64, ptr %4, align 8
   %50 = load ptr, ptr %5, align 8
-  %51 = getelementptr inbounds nuw %struct.Attention, ptr %50, i32 0, i32 14
+  %51 = getelementptr inbounds nuw %struct.Attention, ptr %50, i32 0, i32 6
   %52 = load i64, ptr %51, align 8
-  %53 = sub nsw i64 %52, 1
-  %54 = load i64, ptr %4, align 8
-  %55 = load ptr, ptr %5, align 8
-  %56 = getelementptr inbounds nuw %struct.Attention, ptr %55, i32 0, i32 6
-  %57 = load i64, ptr %56, align 8
-  %58 = sdiv i64 %54, %57
+  %53 = sdiv i64 %49, %52
+  %54 = load ptr, ptr %5, align 8
+  %55 = getelementptr inbounds nuw %struct.Attention, ptr %54, i32 0, i32 12
+  %56 = load i64, ptr %55, align 8
+  %57 = sdiv i64 %53, %56
+  %58 = sub nsw i64 %48, %57
+  store i64 %58, ptr %9, align 8
   %59 = load ptr, ptr %5, align 8
   %60 = getelementptr inbounds nuw %struct.Attention, ptr %59, i32 0, i32 12
   %61 = load i64, ptr %60, align 8
-  %62 = sdiv i64 %58, %61
-  %63 = sub nsw i64 %53, %62
-  store i64 %63, ptr %9, align 8
-  %64 = load ptr, ptr %5, align 8
-  %65 = getelementptr inbounds nuw %struct.Attention, ptr %64, i32 0, i32 12
-  %66 = load i64, ptr %65, align 8
-  %67 = icmp sgt i64 %66, 1
-  br i1 %67, label %68, label %71
+  %62 = icmp sgt i64 %61, 1
+  br i1 %62, label %63, label %66
 
-68:
-  %69 = load i64, ptr %8, align 8
-  %70 = mul nsw i64 %69, 256
-  br label %72
+63:
+  %64 = load i64, ptr %8, align 8
+  %65 = mul nsw i64 %64, 256
+  br label %67
 
-71:
-  br label %72
+66:
+  br label %67
 
-72:
-  %73 = phi i64 [ %70, %68 ], [ 0, %71 ]
-  store i64 %73, ptr %10, align 8
-  %74 = load ptr, ptr %5, align 8
-  %75 = getelementptr inbounds nuw %struct.Attention, ptr %74, i32 0, i32 12
-  %76 = load i64, ptr %75, align 8
-  %77 = icmp sgt i64 %76, 1
-  br i1 %77, label %78, label %81
+67:
+  %68 = phi i64 [ %65, %63 ], [ 0, %66 ]
+  store i64 %68, ptr %10, align 8
+  %69 = load ptr, ptr %5, align 8
+  %70 = getelementptr inbounds nuw %struct.Attention, ptr %69, i32 0, i32 12
+  %71 = load i64, ptr %70, align 8
+  %72 = icmp sgt i64 %71, 1
+  br i1 %72, label %73, label %76
 
-78:
-  %79 = load i64, ptr %10, align 8
-  %80 = add nsw i64 %79, 256
-  br label %85
+73:
+  %74 = load i64, ptr %10, align 8
+  %75 = add nsw i64 %74, 256
+  br label %80
 
-81:
+76:
+  %77 = load ptr, ptr %5, align 8
+  %78 = getelementptr inbounds nuw %struct.Attention, ptr %77, i32 0, i32 11
+  %79 = load i64, ptr %78, align 8
+  br label %80
+
+80:
+  %81 = phi i64 [ %75, %73 ], [ %79, %76 ]
   %82 = load ptr, ptr %5, align 8
   %83 = getelementptr inbounds nuw %struct.Attention, ptr %82, i32 0, i32 11
   %84 = load i64, ptr %83, align 8
-  br label %85
+  %85 = call i64 @least(i64 noundef %81, i64 noundef %84)
+  store i64 %85, ptr %11, align 8
+  %86 = load i64, ptr %9, align 8
+  %87 = add nsw i64 %86, 1
+  %88 = load ptr, ptr %5, align 8
+  %89 = getelementptr inbounds nuw %struct.Attention, ptr %88, i32 0, i32 13
+  %90 = load i64, ptr %89, align 8
+  %91 = mul nsw i64 %87, %90
+  %92 = load ptr, ptr %5, align 8
+  %93 = getelementptr inbounds nuw %struct.Attention, ptr %92, i32 0, i32 9
+  %94 = load i64, ptr %93, align 8
+  %95 = call i64 @least(i64 noundef %91, i64 noundef %94)
+  store i64 %95, ptr %12, align 8
+  %96 = load i64, ptr @head_dim, align 8
+  %97 = sitofp i64 %96 to float
+  %98 = call float @sqrtf(float noundef %97) #16
+  %99 = fdiv float 1.000000e+00, %98
+  store float %99, ptr %13, align 4
+  %100 = load i64, ptr @head_dim, align 8
+  %101 = mul nsw i64 16, %100
+  %102 = call ptr @llvm.stacksave.p0()
+  store ptr %102, ptr %14, align 8
+  %103 = alloca float, i64 %101, align 16
+  store i64 %101, ptr %15, align 8
+  %104 = load i64, ptr %9, align 8
+  %105 = load ptr, ptr %5, align 8
+  %106 = getelementptr inbounds nuw %struct.Attention, ptr %105, i32 0, i32 13
+  %107 = load i64, ptr %106, align 8
+  %108 = mul nsw i64 %104, %107
+  store i64 %108, ptr %16, align 8
+  br label %109
 
-85:
-  %86 = phi i64 [ %80, %78 ], [ %84, %81 ]
-  %87 = load ptr, ptr %5, align 8
-  %88 = getelementptr inbounds nuw %struct.Attention, ptr %87, i32 0, i32 11
-  %89 = load i64, ptr %88, align 8
-  %90 = call i64 @least(i64 noundef %86, i64 noundef %89)
-  store i64 %90, ptr %11, align 8
-  %91 = load i64, ptr @head_dim, align 8
-  store i64 %91, ptr %12, align 8
-  %92 = load i64, ptr %9, align 8
-  %93 = add nsw i64 %92, 1
-  %94 = load ptr, ptr %5, align 8
-  %95 = getelementptr inbounds nuw %struct.Attention, ptr %94, i32 0, i32 13
-  %96 = load i64, ptr %95, align 8
-  %97 = mul nsw i64 %93, %96
-  %98 = load ptr, ptr %5, align 8
-  %99 = getelementptr inbounds nuw %struct.Attention, ptr %98, i32 0, i32 9
-  %100 = load i64, ptr %99, align 8
-  %101 = call i64 @least(i64 noundef %97, i64 noundef %100)
-  store i64 %101, ptr %13, align 8
-  %102 = load ptr, ptr %5, align 8
-  %103 = getelementptr inbounds nuw %struct.Attention, ptr %102, i32 0, i32 5
-  %104 = load ptr, ptr %103, align 8
-  %105 = load i64, ptr %8, align 8
-  %106 = load ptr, ptr %5, align 8
-  %107 = getelementptr inbounds nuw %struct.Attention, ptr %106, i32 0, i32 6
-  %108 = load i64, ptr %107, align 8
-  %109 = mul nsw i64 %105, %108
-  %110 = load i64, ptr %7, align 8
-  %111 = add nsw i64 %109, %110
-  %112 = load ptr, ptr %5, align 8
-  %113 = getelementptr inbounds nuw %struct.Attention, ptr %112, i32 0, i32 9
-  %114 = load i64, ptr %113, align 8
-  %115 = mul nsw i64 %111, %114
-  %116 = load i64, ptr %12, align 8
-  %117 = add nsw i64 %116, 2
-  %118 = mul nsw i64 %115, %117
-  %119 = getelementptr inbounds float, ptr %104, i64 %118
-  store ptr %119, ptr %14, align 8
+109:
+  %110 = load i64, ptr %16, align 8
+  %111 = load i64, ptr %12, align 8
+  %112 = icmp slt i64 %110, %111
+  br i1 %112, label %114, label %113
+
+113:
+  store i32 2, ptr %17, align 4
+  br label %321
+
+114:
+  call void @llvm.memset.p0.i64(ptr align 8 %18, i8 0, i64 152, i1 false)
+  %115 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 0
+  store ptr %103, ptr %115, align 8
+  %116 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 1
+  %117 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 2
+  %118 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 3
+  %119 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 4
   %120 = load i64, ptr %12, align 8
-  %121 = mul nsw i64 16, %120
-  %122 = call ptr @llvm.stacksave.p0()
-  store ptr %122, ptr %15, align 8
-  %123 = alloca float, i64 %121, align 16
-  store i64 %121, ptr %16, align 8
-  %124 = load i64, ptr %12, align 8
-  %125 = sitofp i64 %124 to float
-  %126 = call float @sqrtf(float noundef %125) #16
-  %127 = fdiv float 1.000000e+00, %126
-  store float %127, ptr %17, align 4
-  %128 = load i64, ptr %9, align 8
-  %129 = load ptr, ptr %5, align 8
-  %130 = getelementptr inbounds nuw %struct.Attention, ptr %129, i32 0, i32 13
-  %131 = load i64, ptr %130, align 8
-  %132 = mul nsw i64 %128, %131
-  store i64 %132, ptr %18, align 8
-  br label %133
+  %121 = load i64, ptr %16, align 8
+  %122 = sub nsw i64 %120, %121
+  %123 = call i64 @least(i64 noundef %122, i64 noundef 16)
+  store i64 %123, ptr %119, align 8
+  %124 = load ptr, ptr %5, align 8
+  %125 = getelementptr inbounds nuw %struct.Attention, ptr %124, i32 0, i32 5
+  %126 = load ptr, ptr %125, align 8
+  %127 = load i64, ptr %8, align 8
+  %128 = load ptr, ptr %5, align 8
+  %129 = getelementptr inbounds nuw %struct.Attention, ptr %128, i32 0, i32 6
+  %130 = load i64, ptr %129, align 8
+  %131 = mul nsw i64 %127, %130
+  %132 = load i64, ptr %7, align 8
+  %133 = add nsw i64 %131, %132
+  %134 = load ptr, ptr %5, align 8
+  %135 = getelementptr inbounds nuw %struct.Attention, ptr %134, i32 0, i32 9
+  %136 = load i64, ptr %135, align 8
+  %137 = mul nsw i64 %133, %136
+  %138 = load i64, ptr %16, align 8
+  %139 = add nsw i64 %137, %138
+  %140 = load i64, ptr @head_dim, align 8
+  %141 = add nsw i64 %140, 2
+  %142 = mul nsw i64 %139, %141
+  %143 = getelementptr inbounds float, ptr %126, i64 %142
+  %144 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 1
+  store ptr %143, ptr %144, align 8
+  %145 = load ptr, ptr %5, align 8
+  %146 = getelementptr inbounds nuw %struct.Attention, ptr %145, i32 0, i32 10
+  %147 = load i64, ptr %146, align 8
+  store i64 %147, ptr %19, align 8
+  store i64 -1, ptr %20, align 8
+  store i64 0, ptr %21, align 8
+  br label %148
 
-133:
-  %134 = load i64, ptr %18, align 8
-  %135 = load i64, ptr %13, align 8
-  %136 = icmp slt i64 %134, %135
-  br i1 %136, label %138, label %137
-
-137:
-  store i32 2, ptr %19, align 4
-  br label %335
-
-138:
-  %139 = load i64, ptr %13, align 8
-  %140 = load i64, ptr %18, align 8
-  %141 = sub nsw i64 %139, %140
-  %142 = call i64 @least(i64 noundef %141, i64 noundef 16)
-  store i64 %142, ptr %20, align 8
-  %143 = load ptr, ptr %14, align 8
-  %144 = load i64, ptr %18, align 8
-  %145 = load i64, ptr %12, align 8
-  %146 = mul nsw i64 %144, %145
-  %147 = getelementptr inbounds float, ptr %143, i64 %146
-  store ptr %147, ptr %23, align 8
-  %148 = load ptr, ptr %14, align 8
-  %149 = load ptr, ptr %5, align 8
-  %150 = getelementptr inbounds nuw %struct.Attention, ptr %149, i32 0, i32 9
+148:
+  %149 = load i64, ptr %21, align 8
+  %150 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 4
   %151 = load i64, ptr %150, align 8
-  %152 = load i64, ptr %12, align 8
-  %153 = mul nsw i64 %151, %152
-  %154 = getelementptr inbounds float, ptr %148, i64 %153
-  %155 = load i64, ptr %18, align 8
-  %156 = getelementptr inbounds float, ptr %154, i64 %155
-  store ptr %156, ptr %24, align 8
-  %157 = load ptr, ptr %24, align 8
-  %158 = load ptr, ptr %5, align 8
-  %159 = getelementptr inbounds nuw %struct.Attention, ptr %158, i32 0, i32 9
-  %160 = load i64, ptr %159, align 8
-  %161 = getelementptr inbounds float, ptr %157, i64 %160
-  store ptr %161, ptr %25, align 8
+  %152 = icmp slt i64 %149, %151
+  br i1 %152, label %154, label %153
+
+153:
+  store i32 5, ptr %17, align 4
+  br label %259
+
+154:
+  %155 = load ptr, ptr %5, align 8
+  %156 = load i64, ptr %7, align 8
+  %157 = load i64, ptr %16, align 8
+  %158 = load i64, ptr %21, align 8
+  %159 = add nsw i64 %157, %158
+  %160 = call i64 @query(ptr noundef %155, i64 noundef %156, i64 noundef %159)
+  store i64 %160, ptr %22, align 8
+  %161 = load i64, ptr %22, align 8
   %162 = load ptr, ptr %5, align 8
-  %163 = getelementptr inbounds nuw %struct.Attention, ptr %162, i32 0, i32 10
+  %163 = getelementptr inbounds nuw %struct.Attention, ptr %162, i32 0, i32 7
   %164 = load i64, ptr %163, align 8
-  store i64 %164, ptr %26, align 8
-  store i64 -1, ptr %27, align 8
-  store i64 0, ptr %28, align 8
+  %165 = load ptr, ptr %5, align 8
+  %166 = getelementptr inbounds nuw %struct.Attention, ptr %165, i32 0, i32 8
+  %167 = load i64, ptr %166, align 8
+  %168 = mul nsw i64 %164, %167
+  %169 = load i64, ptr @head_dim, align 8
+  %170 = mul nsw i64 %168, %169
+  %171 = sdiv i64 %161, %170
+  store i64 %171, ptr %23, align 8
+  %172 = load ptr, ptr %5, align 8
+  %173 = getelementptr inbounds nuw %struct.Attention, ptr %172, i32 0, i32 3
+  %174 = load ptr, ptr %173, align 8
+  %175 = load i64, ptr %23, align 8
+  %176 = getelementptr inbounds i32, ptr %174, i64 %175
+  %177 = load i32, ptr %176, align 4
+  %178 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 2
+  %179 = load i64, ptr %21, align 8
+  %180 = getelementptr inbounds [16 x i32], ptr %178, i64 0, i64 %179
+  store i32 %177, ptr %180, align 4
+  %181 = load ptr, ptr %5, align 8
+  %182 = getelementptr inbounds nuw %struct.Attention, ptr %181, i32 0, i32 4
+  %183 = load ptr, ptr %182, align 8
+  %184 = load i64, ptr %23, align 8
+  %185 = getelementptr inbounds i32, ptr %183, i64 %184
+  %186 = load i32, ptr %185, align 4
+  %187 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 3
+  %188 = load i64, ptr %21, align 8
+  %189 = getelementptr inbounds [16 x i32], ptr %187, i64 0, i64 %188
+  store i32 %186, ptr %189, align 4
+  %190 = load i64, ptr %19, align 8
+  %191 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 2
+  %192 = load i64, ptr %21, align 8
+  %193 = getelementptr inbounds [16 x i32], ptr %191, i64 0, i64 %192
+  %194 = load i32, ptr %193, align 4
+  %195 = sext i32 %194 to i64
+  %196 = call i64 @least(i64 noundef %190, i64 noundef %195)
+  store i64 %196, ptr %19, align 8
+  %197 = load i64, ptr %20, align 8
+  %198 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 3
+  %199 = load i64, ptr %21, align 8
+  %200 = getelementptr inbounds [16 x i32], ptr %198, i64 0, i64 %199
+  %201 = load i32, ptr %200, align 4
+  %202 = sext i32 %201 to i64
+  %203 = call i64 @most(i64 noundef %197, i64 noundef %202)
+  store i64 %203, ptr %20, align 8
+  %204 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 1
+  %205 = load ptr, ptr %204, align 8
+  %206 = load i64, ptr %21, align 8
+  %207 = load i64, ptr @head_dim, align 8
+  %208 = add nsw i64 %207, 2
+  %209 = mul nsw i64 %206, %208
+  %210 = getelementptr inbounds float, ptr %205, i64 %209
+  store ptr %210, ptr %24, align 8
+  store i64 0, ptr %25, align 8
+  br label %211
+
+211:
+  %212 = load i64, ptr %25, align 8
+  %213 = load i64, ptr @head_dim, align 8
+  %214 = icmp slt i64 %212, %213
+  br i1 %214, label %216, label %215
+
+215:
+  store i32 8, ptr %17, align 4
+  br label %236
+
+216:
+  %217 = load ptr, ptr %5, align 8
+  %218 = getelementptr inbounds nuw %struct.Attention, ptr %217, i32 0, i32 0
+  %219 = load ptr, ptr %218, align 8
+  %220 = load i64, ptr %22, align 8
+  %221 = load i64, ptr %25, align 8
+  %222 = add nsw i64 %220, %221
+  %223 = getelementptr inbounds float, ptr %219, i64 %222
+  %224 = load float, ptr %223, align 4
+  %225 = load float, ptr %13, align 4
+  %226 = fmul float %224, %225
+  %227 = load i64, ptr %21, align 8
+  %228 = load i64, ptr @head_dim, align 8
+  %229 = mul nsw i64 %227, %228
+  %230 = load i64, ptr %25, align 8
+  %231 = add nsw i64 %229, %230
+  %232 = getelementptr inbounds float, ptr %103, i64 %231
+  store float %226, ptr %232, align 4
+  br label %233
+
+233:
+  %234 = load i64, ptr %25, align 8
+  %235 = add nsw i64 %234, 1
+  store i64 %235, ptr %25, align 8
+  br label %211, !llvm.loop !46
+
+236:
+  store i64 0, ptr %26, align 8
+  br label %237
+
+237:
+  %238 = load i64, ptr %26, align 8
+  %239 = load i64, ptr @head_dim, align 8
+  %240 = add nsw i64 %239, 2
+  %241 = icmp slt i64 %238, %240
+  br i1 %241, label %243, label %242
+
+242:
+  store i32 11, ptr %17, align 4
+  br label %255
+
+243:
+  %244 = load i64, ptr %26, align 8
+  %245 = load i64, ptr @head_dim, align 8
+  %246 = icmp eq i64 %244, %245
+  %247 = zext i1 %246 to i64
+  %248 = select i1 %246, float 0xC6293E5940000000, float 0.000000e+00
+  %249 = load ptr, ptr %24, align 8
+  %250 = load i64, ptr %26, align 8
+  %251 = getelementptr inbounds float, ptr %249, i64 %250
+  store float %248, ptr %251, align 4
+  br label %252
+
+252:
+  %253 = load i64, ptr %26, align 8
+  %254 = add nsw i64 %253, 1
+  store i64 %254, ptr %26, align 8
+  br label %237, !llvm.loop !47
+
+255:
+  br label %256
+
+256:
+  %257 = load i64, ptr %21, align 8
+  %258 = add nsw i64 %257, 1
+  store i64 %258, ptr %21, align 8
+  br label %148, !llvm.loop !48
+
+259:
+  %260 = load i64, ptr %10, align 8
+  %261 = load i64, ptr %19, align 8
+  %262 = and i64 %261, -256
+  %263 = call i64 @most(i64 noundef %260, i64 noundef %262)
+  store i64 %263, ptr %27, align 8
+  br label %264
+
+264:
+  %265 = load i64, ptr %27, align 8
+  %266 = load i64, ptr %11, align 8
+  %267 = load i64, ptr %20, align 8
+  %268 = add nsw i64 %267, 1
+  %269 = call i64 @least(i64 noundef %266, i64 noundef %268)
+  %270 = icmp slt i64 %265, %269
+  br i1 %270, label %272, label %271
+
+271:
+  store i32 14, ptr %17, align 4
+  br label %317
+
+272:
+  %273 = load i64, ptr %11, align 8
+  %274 = load i64, ptr %20, align 8
+  %275 = add nsw i64 %274, 1
+  %276 = call i64 @least(i64 noundef %273, i64 noundef %275)
+  %277 = load i64, ptr %27, align 8
+  %278 = sub nsw i64 %276, %277
+  %279 = add nsw i64 %278, 16
+  %280 = sub nsw i64 %279, 1
+  %281 = and i64 %280, -16
+  store i64 %281, ptr %28, align 8
+  %282 = load i64, ptr %7, align 8
+  %283 = load ptr, ptr %5, align 8
+  %284 = getelementptr inbounds nuw %struct.Attention, ptr %283, i32 0, i32 10
+  %285 = load i64, ptr %284, align 8
+  %286 = mul nsw i64 %282, %285
+  %287 = load i64, ptr %27, align 8
+  %288 = add nsw i64 %286, %287
+  %289 = load i64, ptr @head_dim, align 8
+  %290 = mul nsw i64 %288, %289
+  store i64 %290, ptr %29, align 8
+  %291 = load i64, ptr %28, align 8
+  %292 = call i64 @least(i64 noundef %291, i64 noundef 256)
+  %293 = load ptr, ptr %5, align 8
+  %294 = getelementptr inbounds nuw %struct.Attention, ptr %293, i32 0, i32 10
+  %295 = load i64, ptr %294, align 8
+  %296 = load i64, ptr %27, align 8
+  %297 = sub nsw i64 %295, %296
+  %298 = call i64 @least(i64 noundef %292, i64 noundef %297)
+  store i64 %298, ptr %30, align 8
+  %299 = load ptr, ptr %5, align 8
+  %300 = getelementptr inbounds nuw %struct.Attention, ptr %299, i32 0, i32 1
+  %301 = load ptr, ptr %300, align 8
+  %302 = load i64, ptr %29, align 8
+  %303 = load i32, ptr %6, align 4
+  %304 = call ptr @element(ptr noundef %301, i64 noundef %302, i32 noundef %303)
+  %305 = load ptr, ptr %5, align 8
+  %306 = getelementptr inbounds nuw %struct.Attention, ptr %305, i32 0, i32 2
+  %307 = load ptr, ptr %306, align 8
+  %308 = load i64, ptr %29, align 8
+  %309 = load i32, ptr %6, align 4
+  %310 = call ptr @element(ptr noundef %307, i64 noundef %308, i32 noundef %309)
+  %311 = load i64, ptr %27, align 8
+  %312 = load i64, ptr %30, align 8
+  %313 = load i32, ptr %6, align 4
+  call void @attend_chunk(ptr noundef %18, ptr noundef %304, ptr noundef %310, i64 noundef %311, i64 noundef %312, i32 noundef %313)
+  br label %314
+
+314:
+  %315 = load i64, ptr %27, align 8
+  %316 = add nsw i64 %315, 256
+  store i64 %316, ptr %27, align 8
+  br label %264, !llvm.loop !49
+
+317:
+  br label %318
+
+318:
+  %319 = load i64, ptr %16, align 8
+  %320 = add nsw i64 %319, 16
+  store i64 %320, ptr %16, align 8
+  br label %109, !llvm.loop !50
+
+321:
+  %322 = load ptr, ptr %14, align 8
+  call void @llvm.stackrestore.p0(ptr %322)
+  ret void
+}
+
+define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5) #11 {
+  %7 = alloca ptr, align 8
+  %8 = alloca ptr, align 8
+  %9 = alloca ptr, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i32, align 4
+  %13 = alloca i64, align 8
+  %14 = alloca [4096 x float], align 64
+  %15 = alloca i64, align 8
+  %16 = alloca i64, align 8
+  %17 = alloca i32, align 4
+  %18 = alloca ptr, align 8
+  %19 = alloca ptr, align 8
+  %20 = alloca float, align 4
+  %21 = alloca float, align 4
+  %22 = alloca float, align 4
+  %23 = alloca i64, align 8
+  %24 = alloca i64, align 8
+  store ptr %0, ptr %7, align 8
+  store ptr %1, ptr %8, align 8
+  store ptr %2, ptr %9, align 8
+  store i64 %3, ptr %10, align 8
+  store i64 %4, ptr %11, align 8
+  store i32 %5, ptr %12, align 4
+  %25 = load i64, ptr @head_dim, align 8
+  %26 = add nsw i64 %25, 2
+  store i64 %26, ptr %13, align 8
+  store i64 0, ptr %15, align 8
+  br label %27
+
+27:
+  %28 = load i64, ptr %15, align 8
+  %29 = load ptr, ptr %7, align 8
+  %30 = getelementptr inbounds nuw %struct.Block, ptr %29, i32 0, i32 4
+  %31 = load i64, ptr %30, align 8
+  %32 = icmp slt i64 %28, %31
+  br i1 %32, label %34, label %33
+
+33:
+  br label %109
+
+34:
+  %35 = load ptr, ptr %7, align 8
+  %36 = getelementptr inbounds nuw %struct.Block, ptr %35, i32 0, i32 4
+  %37 = load i64, ptr %36, align 8
+  %38 = load i64, ptr %15, align 8
+  %39 = sub nsw i64 %37, %38
+  %40 = call i64 @least(i64 noundef %39, i64 noundef 4)
+  switch i64 %40, label %105 [
+    i64 1, label %41
+    i64 2, label %56
+    i64 3, label %71
+    i64 4, label %86
+    i64 5, label %101
+    i64 6, label %102
+    i64 7, label %103
+    i64 8, label %104
+  ]
+
+41:
+  %42 = load ptr, ptr %7, align 8
+  %43 = getelementptr inbounds nuw %struct.Block, ptr %42, i32 0, i32 0
+  %44 = load ptr, ptr %43, align 8
+  %45 = load i64, ptr %15, align 8
+  %46 = load i64, ptr @head_dim, align 8
+  %47 = mul nsw i64 %45, %46
+  %48 = getelementptr inbounds float, ptr %44, i64 %47
+  %49 = load ptr, ptr %8, align 8
+  %50 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %51 = load i64, ptr %15, align 8
+  %52 = mul nsw i64 %51, 256
+  %53 = getelementptr inbounds float, ptr %50, i64 %52
+  %54 = load i64, ptr %11, align 8
+  %55 = load i32, ptr %12, align 4
+  call void @scores(ptr noundef %48, ptr noundef %49, ptr noundef %53, i64 noundef %54, i32 noundef 1, i32 noundef %55)
+  br label %105
+
+56:
+  %57 = load ptr, ptr %7, align 8
+  %58 = getelementptr inbounds nuw %struct.Block, ptr %57, i32 0, i32 0
+  %59 = load ptr, ptr %58, align 8
+  %60 = load i64, ptr %15, align 8
+  %61 = load i64, ptr @head_dim, align 8
+  %62 = mul nsw i64 %60, %61
+  %63 = getelementptr inbounds float, ptr %59, i64 %62
+  %64 = load ptr, ptr %8, align 8
+  %65 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %66 = load i64, ptr %15, align 8
+  %67 = mul nsw i64 %66, 256
+  %68 = getelementptr inbounds float, ptr %65, i64 %67
+  %69 = load i64, ptr %11, align 8
+  %70 = load i32, ptr %12, align 4
+  call void @scores(ptr noundef %63, ptr noundef %64, ptr noundef %68, i64 noundef %69, i32 noundef 2, i32 noundef %70)
+  br label %105
+
+71:
+  %72 = load ptr, ptr %7, align 8
+  %73 = getelementptr inbounds nuw %struct.Block, ptr %72, i32 0, i32 0
+  %74 = load ptr, ptr %73, align 8
+  %75 = load i64, ptr %15, align 8
+  %76 = load i64, ptr @head_dim, align 8
+  %77 = mul nsw i64 %75, %76
+  %78 = getelementptr inbounds float, ptr %74, i64 %77
+  %79 = load ptr, ptr %8, align 8
+  %80 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %81 = load i64, ptr %15, align 8
+  %82 = mul nsw i64 %81, 256
+  %83 = getelementptr inbounds float, ptr %80, i64 %82
+  %84 = load i64, ptr %11, align 8
+  %85 = load i32, ptr %12, align 4
+  call void @scores(ptr noundef %78, ptr noundef %79, ptr noundef %83, i64 noundef %84, i32 noundef 3, i32 noundef %85)
+  br label %105
+
+86:
+  %87 = load ptr, ptr %7, align 8
+  %88 = getelementptr inbounds nuw %struct.Block, ptr %87, i32 0, i32 0
+  %89 = load ptr, ptr %88, align 8
+  %90 = load i64, ptr %15, align 8
+  %91 = load i64, ptr @head_dim, align 8
+  %92 = mul nsw i64 %90, %91
+  %93 = getelementptr inbounds float, ptr %89, i64 %92
+  %94 = load ptr, ptr %8, align 8
+  %95 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %96 = load i64, ptr %15, align 8
+  %97 = mul nsw i64 %96, 256
+  %98 = getelementptr inbounds float, ptr %95, i64 %97
+  %99 = load i64, ptr %11, align 8
+  %100 = load i32, ptr %12, align 4
+  call void @scores(ptr noundef %93, ptr noundef %94, ptr noundef %98, i64 noundef %99, i32 noundef 4, i32 noundef %100)
+  br label %105
+
+101:
+  br label %105
+
+102:
+  br label %105
+
+103:
+  br label %105
+
+104:
+  br label %105
+
+105:
+  br label %106
+
+106:
+  %107 = load i64, ptr %15, align 8
+  %108 = add nsw i64 %107, 4
+  store i64 %108, ptr %15, align 8
+  br label %27, !llvm.loop !51
+
+109:
+  store i64 0, ptr %16, align 8
+  br label %110
+
+110:
+  %111 = load i64, ptr %16, align 8
+  %112 = load ptr, ptr %7, align 8
+  %113 = getelementptr inbounds nuw %struct.Block, ptr %112, i32 0, i32 4
+  %114 = load i64, ptr %113, align 8
+  %115 = icmp slt i64 %111, %114
+  br i1 %115, label %117, label %116
+
+116:
+  store i32 6, ptr %17, align 4
+  br label %184
+
+117:
+  %118 = load ptr, ptr %7, align 8
+  %119 = getelementptr inbounds nuw %struct.Block, ptr %118, i32 0, i32 1
+  %120 = load ptr, ptr %119, align 8
+  %121 = load i64, ptr %16, align 8
+  %122 = load i64, ptr %13, align 8
+  %123 = mul nsw i64 %121, %122
+  %124 = getelementptr inbounds float, ptr %120, i64 %123
+  store ptr %124, ptr %18, align 8
+  %125 = load ptr, ptr %18, align 8
+  %126 = load i64, ptr @head_dim, align 8
+  %127 = getelementptr inbounds float, ptr %125, i64 %126
+  store ptr %127, ptr %19, align 8
+  %128 = load ptr, ptr %19, align 8
+  %129 = load float, ptr %128, align 4
+  store float %129, ptr %21, align 4
+  %130 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %131 = load i64, ptr %16, align 8
+  %132 = mul nsw i64 %131, 256
+  %133 = getelementptr inbounds float, ptr %130, i64 %132
+  %134 = load i64, ptr %10, align 8
+  %135 = load i64, ptr %11, align 8
+  %136 = load ptr, ptr %7, align 8
+  %137 = getelementptr inbounds nuw %struct.Block, ptr %136, i32 0, i32 2
+  %138 = load i64, ptr %16, align 8
+  %139 = getelementptr inbounds [16 x i32], ptr %137, i64 0, i64 %138
+  %140 = load i32, ptr %139, align 4
+  %141 = load ptr, ptr %7, align 8
+  %142 = getelementptr inbounds nuw %struct.Block, ptr %141, i32 0, i32 3
+  %143 = load i64, ptr %16, align 8
+  %144 = getelementptr inbounds [16 x i32], ptr %142, i64 0, i64 %143
+  %145 = load i32, ptr %144, align 4
+  %146 = load float, ptr %21, align 4
+  %147 = call float @softmax_weights(ptr noundef %133, i64 noundef %134, i64 noundef %135, i32 noundef %140, i32 noundef %145, float noundef %146, ptr noundef %20)
+  %148 = load ptr, ptr %19, align 8
+  store float %147, ptr %148, align 4
+  %149 = load float, ptr %21, align 4
+  %150 = load ptr, ptr %19, align 8
+  %151 = load float, ptr %150, align 4
+  %152 = fsub float %149, %151
+  %153 = insertelement <8 x float> poison, float %152, i64 0
+  %154 = shufflevector <8 x float> %153, <8 x float> poison, <8 x i32> zeroinitializer
+  %155 = call <8 x float> @exponential(<8 x float> noundef %154)
+  %156 = extractelement <8 x float> %155, i32 0
+  store float %156, ptr %22, align 4
+  %157 = load ptr, ptr %19, align 8
+  %158 = getelementptr inbounds float, ptr %157, i64 1
+  %159 = load float, ptr %158, align 4
+  %160 = load float, ptr %22, align 4
+  %161 = load float, ptr %20, align 4
+  %162 = call float @llvm.fma.f32(float %159, float %160, float %161)
+  %163 = load ptr, ptr %19, align 8
+  %164 = getelementptr inbounds float, ptr %163, i64 1
+  store float %162, ptr %164, align 4
+  store i64 0, ptr %23, align 8
   br label %165
 
 165:
-  %166 = load i64, ptr %28, align 8
-  %167 = load i64, ptr %20, align 8
+  %166 = load i64, ptr %23, align 8
+  %167 = load i64, ptr @head_dim, align 8
   %168 = icmp slt i64 %166, %167
   br i1 %168, label %170, label %169
 
 169:
-  store i32 5, ptr %19, align 4
-  br label %268
-
-170:
-  %171 = load ptr, ptr %5, align 8
-  %172 = load i64, ptr %7, align 8
-  %173 = load i64, ptr %18, align 8
-  %174 = load i64, ptr %28, align 8
-  %175 = add nsw i64 %173, %174
-  %176 = call i64 @query(ptr noundef %171, i64 noundef %172, i64 noundef %175)
-  store i64 %176, ptr %29, align 8
-  %177 = load i64, ptr %29, align 8
-  %178 = load ptr, ptr %5, align 8
-  %179 = getelementptr inbounds nuw %struct.Attention, ptr %178, i32 0, i32 7
-  %180 = load i64, ptr %179, align 8
-  %181 = load ptr, ptr %5, align 8
-  %182 = getelementptr inbounds nuw %struct.Attention, ptr %181, i32 0, i32 8
-  %183 = load i64, ptr %182, align 8
-  %184 = mul nsw i64 %180, %183
-  %185 = load i64, ptr %12, align 8
-  %186 = mul nsw i64 %184, %185
-  %187 = sdiv i64 %177, %186
-  store i64 %187, ptr %30, align 8
-  %188 = load ptr, ptr %5, align 8
-  %189 = getelementptr inbounds nuw %struct.Attention, ptr %188, i32 0, i32 3
-  %190 = load ptr, ptr %189, align 8
-  %191 = load i64, ptr %30, align 8
-  %192 = getelementptr inbounds i32, ptr %190, i64 %191
-  %193 = load i32, ptr %192, align 4
-  %194 = load i64, ptr %28, align 8
-  %195 = getelementptr inbounds [16 x i32], ptr %21, i64 0, i64 %194
-  store i32 %193, ptr %195, align 4
-  %196 = load ptr, ptr %5, align 8
-  %197 = getelementptr inbounds nuw %struct.Attention, ptr %196, i32 0, i32 4
-  %198 = load ptr, ptr %197, align 8
-  %199 = load i64, ptr %30, align 8
-  %200 = getelementptr inbounds i32, ptr %198, i64 %199
-  %201 = load i32, ptr %200, align 4
-  %202 = load i64, ptr %28, align 8
-  %203 = getelementptr inbounds [16 x i32], ptr %22, i64 0, i64 %202
-  store i32 %201, ptr %203, align 4
-  %204 = load i64, ptr %26, align 8
-  %205 = load i64, ptr %28, align 8
-  %206 = getelementptr inbounds [16 x i32], ptr %21, i64 0, i64 %205
-  %207 = load i32, ptr %206, align 4
-  %208 = sext i32 %207 to i64
-  %209 = call i64 @least(i64 noundef %204, i64 noundef %208)
-  store i64 %209, ptr %26, align 8
-  %210 = load i64, ptr %27, align 8
-  %211 = load i64, ptr %28, align 8
-  %212 = getelementptr inbounds [16 x i32], ptr %22, i64 0, i64 %211
-  %213 = load i32, ptr %212, align 4
-  %214 = sext i32 %213 to i64
-  %215 = call i64 @most(i64 noundef %210, i64 noundef %214)
-  store i64 %215, ptr %27, align 8
-  %216 = load ptr, ptr %24, align 8
-  %217 = load i64, ptr %28, align 8
-  %218 = getelementptr inbounds float, ptr %216, i64 %217
-  store float 0xC6293E5940000000, ptr %218, align 4
-  %219 = load ptr, ptr %25, align 8
-  %220 = load i64, ptr %28, align 8
-  %221 = getelementptr inbounds float, ptr %219, i64 %220
-  store float 0.000000e+00, ptr %221, align 4
-  store i64 0, ptr %31, align 8
-  br label %222
-
-222:
-  %223 = load i64, ptr %31, align 8
-  %224 = load i64, ptr %12, align 8
-  %225 = icmp slt i64 %223, %224
-  br i1 %225, label %227, label %226
-
-226:
-  store i32 8, ptr %19, align 4
-  br label %238
-
-227:
-  %228 = load ptr, ptr %23, align 8
-  %229 = load i64, ptr %28, align 8
-  %230 = load i64, ptr %12, align 8
-  %231 = mul nsw i64 %229, %230
-  %232 = load i64, ptr %31, align 8
-  %233 = add nsw i64 %231, %232
-  %234 = getelementptr inbounds float, ptr %228, i64 %233
-  store float 0.000000e+00, ptr %234, align 4
-  br label %235
-
-235:
-  %236 = load i64, ptr %31, align 8
-  %237 = add nsw i64 %236, 1
-  store i64 %237, ptr %31, align 8
-  br label %222, !llvm.loop !48
-
-238:
-  store i64 0, ptr %32, align 8
-  br label %239
-
-239:
-  %240 = load i64, ptr %32, align 8
-  %241 = load i64, ptr %12, align 8
-  %242 = icmp slt i64 %240, %241
-  br i1 %242, label %244, label %243
-
-243:
-  store i32 11, ptr %19, align 4
-  br label %264
-
-244:
-  %245 = load ptr, ptr %5, align 8
-  %246 = getelementptr inbounds nuw %struct.Attention, ptr %245, i32 0, i32 0
-  %247 = load ptr, ptr %246, align 8
-  %248 = load i64, ptr %29, align 8
-  %249 = load i64, ptr %32, align 8
-  %250 = add nsw i64 %248, %249
-  %251 = getelementptr inbounds float, ptr %247, i64 %250
-  %252 = load float, ptr %251, align 4
-  %253 = load float, ptr %17, align 4
-  %254 = fmul float %252, %253
-  %255 = load i64, ptr %28, align 8
-  %256 = load i64, ptr %12, align 8
-  %257 = mul nsw i64 %255, %256
-  %258 = load i64, ptr %32, align 8
-  %259 = add nsw i64 %257, %258
-  %260 = getelementptr inbounds float, ptr %123, i64 %259
-  store float %254, ptr %260, align 4
-  br label %261
-
-261:
-  %262 = load i64, ptr %32, align 8
-  %263 = add nsw i64 %262, 1
-  store i64 %263, ptr %32, align 8
-  br label %239, !llvm.loop !49
-
-264:
-  br label %265
-
-265:
-  %266 = load i64, ptr %28, align 8
-  %267 = add nsw i64 %266, 1
-  store i64 %267, ptr %28, align 8
-  br label %165, !llvm.loop !50
-
-268:
-  %269 = load i64, ptr %10, align 8
-  %270 = load i64, ptr %26, align 8
-  %271 = and i64 %270, -256
-  %272 = call i64 @most(i64 noundef %269, i64 noundef %271)
-  store i64 %272, ptr %33, align 8
-  br label %273
-
-273:
-  %274 = load i64, ptr %33, align 8
-  %275 = load i64, ptr %11, align 8
-  %276 = load i64, ptr %27, align 8
-  %277 = add nsw i64 %276, 1
-  %278 = call i64 @least(i64 noundef %275, i64 noundef %277)
-  %279 = icmp slt i64 %274, %278
-  br i1 %279, label %281, label %280
-
-280:
-  store i32 14, ptr %19, align 4
-  br label %331
-
-281:
-  %282 = load i64, ptr %11, align 8
-  %283 = load i64, ptr %27, align 8
-  %284 = add nsw i64 %283, 1
-  %285 = call i64 @least(i64 noundef %282, i64 noundef %284)
-  %286 = load i64, ptr %33, align 8
-  %287 = sub nsw i64 %285, %286
-  %288 = add nsw i64 %287, 16
-  %289 = sub nsw i64 %288, 1
-  %290 = and i64 %289, -16
-  store i64 %290, ptr %34, align 8
-  %291 = load i64, ptr %7, align 8
-  %292 = load ptr, ptr %5, align 8
-  %293 = getelementptr inbounds nuw %struct.Attention, ptr %292, i32 0, i32 10
-  %294 = load i64, ptr %293, align 8
-  %295 = mul nsw i64 %291, %294
-  %296 = load i64, ptr %33, align 8
-  %297 = add nsw i64 %295, %296
-  %298 = load i64, ptr %12, align 8
-  %299 = mul nsw i64 %297, %298
-  store i64 %299, ptr %35, align 8
-  %300 = load ptr, ptr %5, align 8
-  %301 = getelementptr inbounds nuw %struct.Attention, ptr %300, i32 0, i32 1
-  %302 = load ptr, ptr %301, align 8
-  %303 = load i64, ptr %35, align 8
-  %304 = load i32, ptr %6, align 4
-  %305 = call ptr @element(ptr noundef %302, i64 noundef %303, i32 noundef %304)
-  %306 = load ptr, ptr %5, align 8
-  %307 = getelementptr inbounds nuw %struct.Attention, ptr %306, i32 0, i32 2
-  %308 = load ptr, ptr %307, align 8
-  %309 = load i64, ptr %35, align 8
-  %310 = load i32, ptr %6, align 4
-  %311 = call ptr @element(ptr noundef %308, i64 noundef %309, i32 noundef %310)
-  %312 = getelementptr inbounds [16 x i32], ptr %21, i64 0, i64 0
-  %313 = getelementptr inbounds [16 x i32], ptr %22, i64 0, i64 0
-  %314 = load ptr, ptr %23, align 8
-  %315 = load ptr, ptr %24, align 8
-  %316 = load ptr, ptr %25, align 8
-  %317 = load i64, ptr %20, align 8
-  %318 = load i64, ptr %33, align 8
-  %319 = load i64, ptr %34, align 8
-  %320 = call i64 @least(i64 noundef %319, i64 noundef 256)
-  %321 = load ptr, ptr %5, align 8
-  %322 = getelementptr inbounds nuw %struct.Attention, ptr %321, i32 0, i32 10
-  %323 = load i64, ptr %322, align 8
-  %324 = load i64, ptr %33, align 8
-  %325 = sub nsw i64 %323, %324
-  %326 = call i64 @least(i64 noundef %320, i64 noundef %325)
-  %327 = load i32, ptr %6, align 4
-  call void @attend_chunk(ptr noundef %123, ptr noundef %305, ptr noundef %311, ptr noundef %312, ptr noundef %313, ptr noundef %314, ptr noundef %315, ptr noundef %316, i64 noundef %317, i64 noundef %318, i64 noundef %326, i32 noundef %327)
-  br label %328
-
-328:
-  %329 = load i64, ptr %33, align 8
-  %330 = add nsw i64 %329, 256
-  store i64 %330, ptr %33, align 8
-  br label %273, !llvm.loop !51
-
-331:
-  br label %332
-
-332:
-  %333 = load i64, ptr %18, align 8
-  %334 = add nsw i64 %333, 16
-  store i64 %334, ptr %18, align 8
-  br label %133, !llvm.loop !52
-
-335:
-  %336 = load ptr, ptr %15, align 8
-  call void @llvm.stackrestore.p0(ptr %336)
-  ret void
-}
-
-define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %2, ptr noundef %3, ptr noundef %4, ptr noundef %5, ptr noundef %6, ptr noundef %7, i64 noundef %8, i64 noundef %9, i64 noundef %10, i32 noundef %11) #11 {
-  %13 = alloca ptr, align 8
-  %14 = alloca ptr, align 8
-  %15 = alloca ptr, align 8
-  %16 = alloca ptr, align 8
-  %17 = alloca ptr, align 8
-  %18 = alloca ptr, align 8
-  %19 = alloca ptr, align 8
-  %20 = alloca ptr, align 8
-  %21 = alloca i64, align 8
-  %22 = alloca i64, align 8
-  %23 = alloca i64, align 8
-  %24 = alloca i32, align 4
-  %25 = alloca [4096 x float], align 64
-  %26 = alloca i64, align 8
-  %27 = alloca i64, align 8
-  %28 = alloca i32, align 4
-  %29 = alloca float, align 4
-  %30 = alloca float, align 4
-  %31 = alloca <8 x float>, align 32
-  %32 = alloca i64, align 8
-  %33 = alloca i64, align 8
-  store ptr %0, ptr %13, align 8
-  store ptr %1, ptr %14, align 8
-  store ptr %2, ptr %15, align 8
-  store ptr %3, ptr %16, align 8
-  store ptr %4, ptr %17, align 8
-  store ptr %5, ptr %18, align 8
-  store ptr %6, ptr %19, align 8
-  store ptr %7, ptr %20, align 8
-  store i64 %8, ptr %21, align 8
-  store i64 %9, ptr %22, align 8
-  store i64 %10, ptr %23, align 8
-  store i32 %11, ptr %24, align 4
-  store i64 0, ptr %26, align 8
-  br label %34
-
-34:
-  %35 = load i64, ptr %26, align 8
-  %36 = load i64, ptr %21, align 8
-  %37 = icmp slt i64 %35, %36
-  br i1 %37, label %39, label %38
-
-38:
-  br label %105
-
-39:
-  %40 = load i64, ptr %21, align 8
-  %41 = load i64, ptr %26, align 8
-  %42 = sub nsw i64 %40, %41
-  %43 = call i64 @least(i64 noundef %42, i64 noundef 4)
-  switch i64 %43, label %89 [
-    i64 1, label %44
-    i64 2, label %59
-    i64 3, label %74
-  ]
-
-44:
-  %45 = load ptr, ptr %13, align 8
-  %46 = load i64, ptr %26, align 8
-  %47 = load i64, ptr @head_dim, align 8
-  %48 = mul nsw i64 %46, %47
-  %49 = getelementptr inbounds float, ptr %45, i64 %48
-  %50 = load ptr, ptr %14, align 8
-  %51 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %52 = load i64, ptr %26, align 8
-  %53 = mul nsw i64 %52, 256
-  %54 = getelementptr inbounds float, ptr %51, i64 %53
-  %55 = load i64, ptr %23, align 8
-  %56 = load i32, ptr %24, align 4
-  call void @scores(ptr noundef %49, ptr noundef %50, ptr noundef %54, i64 noundef %55, i32 noundef 1, i32 noundef %56)
-  %57 = load i64, ptr %26, align 8
-  %58 = add nsw i64 %57, 1
-  store i64 %58, ptr %26, align 8
-  br label %104
-
-59:
-  %60 = load ptr, ptr %13, align 8
-  %61 = load i64, ptr %26, align 8
-  %62 = load i64, ptr @head_dim, align 8
-  %63 = mul nsw i64 %61, %62
-  %64 = getelementptr inbounds float, ptr %60, i64 %63
-  %65 = load ptr, ptr %14, align 8
-  %66 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %67 = load i64, ptr %26, align 8
-  %68 = mul nsw i64 %67, 256
-  %69 = getelementptr inbounds float, ptr %66, i64 %68
-  %70 = load i64, ptr %23, align 8
-  %71 = load i32, ptr %24, align 4
-  call void @scores(ptr noundef %64, ptr noundef %65, ptr noundef %69, i64 noundef %70, i32 noundef 2, i32 noundef %71)
-  %72 = load i64, ptr %26, align 8
-  %73 = add nsw i64 %72, 2
-  store i64 %73, ptr %26, align 8
-  br label %104
-
-74:
-  %75 = load ptr, ptr %13, align 8
-  %76 = load i64, ptr %26, align 8
-  %77 = load i64, ptr @head_dim, align 8
-  %78 = mul nsw i64 %76, %77
-  %79 = getelementptr inbounds float, ptr %75, i64 %78
-  %80 = load ptr, ptr %14, align 8
-  %81 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %82 = load i64, ptr %26, align 8
-  %83 = mul nsw i64 %82, 256
-  %84 = getelementptr inbounds float, ptr %81, i64 %83
-  %85 = load i64, ptr %23, align 8
-  %86 = load i32, ptr %24, align 4
-  call void @scores(ptr noundef %79, ptr noundef %80, ptr noundef %84, i64 noundef %85, i32 noundef 3, i32 noundef %86)
-  %87 = load i64, ptr %26, align 8
-  %88 = add nsw i64 %87, 3
-  store i64 %88, ptr %26, align 8
-  br label %104
-
-89:
-  %90 = load ptr, ptr %13, align 8
-  %91 = load i64, ptr %26, align 8
-  %92 = load i64, ptr @head_dim, align 8
-  %93 = mul nsw i64 %91, %92
-  %94 = getelementptr inbounds float, ptr %90, i64 %93
-  %95 = load ptr, ptr %14, align 8
-  %96 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %97 = load i64, ptr %26, align 8
-  %98 = mul nsw i64 %97, 256
-  %99 = getelementptr inbounds float, ptr %96, i64 %98
-  %100 = load i64, ptr %23, align 8
-  %101 = load i32, ptr %24, align 4
-  call void @scores(ptr noundef %94, ptr noundef %95, ptr noundef %99, i64 noundef %100, i32 noundef 4, i32 noundef %101)
-  %102 = load i64, ptr %26, align 8
-  %103 = add nsw i64 %102, 4
-  store i64 %103, ptr %26, align 8
-  br label %104
-
-104:
-  br label %34, !llvm.loop !53
-
-105:
-  store i64 0, ptr %27, align 8
-  br label %106
-
-106:
-  %107 = load i64, ptr %27, align 8
-  %108 = load i64, ptr %21, align 8
-  %109 = icmp slt i64 %107, %108
-  br i1 %109, label %111, label %110
-
-110:
-  store i32 5, ptr %28, align 4
-  br label %179
-
-111:
-  %112 = load ptr, ptr %19, align 8
-  %113 = load i64, ptr %27, align 8
-  %114 = getelementptr inbounds float, ptr %112, i64 %113
-  %115 = load float, ptr %114, align 4
-  store float %115, ptr %30, align 4
-  %116 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %117 = load i64, ptr %27, align 8
-  %118 = mul nsw i64 %117, 256
-  %119 = getelementptr inbounds float, ptr %116, i64 %118
-  %120 = load i64, ptr %22, align 8
-  %121 = load i64, ptr %23, align 8
-  %122 = load ptr, ptr %16, align 8
-  %123 = load i64, ptr %27, align 8
-  %124 = getelementptr inbounds i32, ptr %122, i64 %123
-  %125 = load i32, ptr %124, align 4
-  %126 = load ptr, ptr %17, align 8
-  %127 = load i64, ptr %27, align 8
-  %128 = getelementptr inbounds i32, ptr %126, i64 %127
-  %129 = load i32, ptr %128, align 4
-  %130 = load float, ptr %30, align 4
-  %131 = call float @softmax_weights(ptr noundef %119, i64 noundef %120, i64 noundef %121, i32 noundef %125, i32 noundef %129, float noundef %130, ptr noundef %29)
-  %132 = load ptr, ptr %19, align 8
-  %133 = load i64, ptr %27, align 8
-  %134 = getelementptr inbounds float, ptr %132, i64 %133
-  store float %131, ptr %134, align 4
-  %135 = load float, ptr %30, align 4
-  %136 = load ptr, ptr %19, align 8
-  %137 = load i64, ptr %27, align 8
-  %138 = getelementptr inbounds float, ptr %136, i64 %137
-  %139 = load float, ptr %138, align 4
-  %140 = fsub float %135, %139
-  %141 = insertelement <8 x float> poison, float %140, i64 0
-  %142 = shufflevector <8 x float> %141, <8 x float> poison, <8 x i32> zeroinitializer
-  %143 = call <8 x float> @exponential(<8 x float> noundef %142)
-  store <8 x float> %143, ptr %31, align 32
-  %144 = load ptr, ptr %20, align 8
-  %145 = load i64, ptr %27, align 8
-  %146 = getelementptr inbounds float, ptr %144, i64 %145
-  %147 = load float, ptr %146, align 4
-  %148 = load <8 x float>, ptr %31, align 32
-  %149 = extractelement <8 x float> %148, i32 0
-  %150 = load float, ptr %29, align 4
-  %151 = call float @llvm.fma.f32(float %147, float %149, float %150)
-  %152 = load ptr, ptr %20, align 8
-  %153 = load i64, ptr %27, align 8
-  %154 = getelementptr inbounds float, ptr %152, i64 %153
-  store float %151, ptr %154, align 4
-  store i64 0, ptr %32, align 8
-  br label %155
-
-155:
-  %156 = load i64, ptr %32, align 8
-  %157 = load i64, ptr @head_dim, align 8
-  %158 = icmp slt i64 %156, %157
-  br i1 %158, label %160, label %159
-
-159:
-  store i32 8, ptr %28, align 4
-  br label %175
-
-160:
-  %161 = load <8 x float>, ptr %31, align 32
-  %162 = extractelement <8 x float> %161, i32 0
-  %163 = load ptr, ptr %18, align 8
-  %164 = load i64, ptr %27, align 8
-  %165 = load i64, ptr @head_dim, align 8
-  %166 = mul nsw i64 %164, %165
-  %167 = load i64, ptr %32, align 8
-  %168 = add nsw i64 %166, %167
-  %169 = getelementptr inbounds float, ptr %163, i64 %168
-  %170 = load float, ptr %169, align 4
-  %171 = fmul float %170, %162
-  store float %171, ptr %169, align 4
-  br label %172
-
-172:
-  %173 = load i64, ptr %32, align 8
-  %174 = add nsw i64 %173, 1
-  store i64 %174, ptr %32, align 8
-  br label %155, !llvm.loop !54
-
-175:
-  br label %176
-
-176:
-  %177 = load i64, ptr %27, align 8
-  %178 = add nsw i64 %177, 1
-  store i64 %178, ptr %27, align 8
-  br label %106, !llvm.loop !55
-
-179:
-  store i64 0, ptr %33, align 8
+  store i32 9, ptr %17, align 4
   br label %180
 
+170:
+  %171 = load float, ptr %22, align 4
+  %172 = load ptr, ptr %18, align 8
+  %173 = load i64, ptr %23, align 8
+  %174 = getelementptr inbounds float, ptr %172, i64 %173
+  %175 = load float, ptr %174, align 4
+  %176 = fmul float %175, %171
+  store float %176, ptr %174, align 4
+  br label %177
+
+177:
+  %178 = load i64, ptr %23, align 8
+  %179 = add nsw i64 %178, 1
+  store i64 %179, ptr %23, align 8
+  br label %165, !llvm.loop !52
+
 180:
-  %181 = load i64, ptr %33, align 8
-  %182 = load i64, ptr %21, align 8
-  %183 = icmp slt i64 %181, %182
-  br i1 %183, label %185, label %184
+  br label %181
+
+181:
+  %182 = load i64, ptr %16, align 8
+  %183 = add nsw i64 %182, 1
+  store i64 %183, ptr %16, align 8
+  br label %110, !llvm.loop !53
 
 184:
-  store i32 11, ptr %28, align 4
-  br label %251
+  store i64 0, ptr %24, align 8
+  br label %185
 
 185:
-  %186 = load i64, ptr %21, align 8
-  %187 = load i64, ptr %33, align 8
-  %188 = sub nsw i64 %186, %187
-  %189 = call i64 @least(i64 noundef %188, i64 noundef 4)
-  switch i64 %189, label %235 [
-    i64 1, label %190
-    i64 2, label %205
-    i64 3, label %220
+  %186 = load i64, ptr %24, align 8
+  %187 = load ptr, ptr %7, align 8
+  %188 = getelementptr inbounds nuw %struct.Block, ptr %187, i32 0, i32 4
+  %189 = load i64, ptr %188, align 8
+  %190 = icmp slt i64 %186, %189
+  br i1 %190, label %192, label %191
+
+191:
+  store i32 12, ptr %17, align 4
+  br label %267
+
+192:
+  %193 = load ptr, ptr %7, align 8
+  %194 = getelementptr inbounds nuw %struct.Block, ptr %193, i32 0, i32 4
+  %195 = load i64, ptr %194, align 8
+  %196 = load i64, ptr %24, align 8
+  %197 = sub nsw i64 %195, %196
+  %198 = call i64 @least(i64 noundef %197, i64 noundef 4)
+  switch i64 %198, label %263 [
+    i64 1, label %199
+    i64 2, label %214
+    i64 3, label %229
+    i64 4, label %244
+    i64 5, label %259
+    i64 6, label %260
+    i64 7, label %261
+    i64 8, label %262
   ]
 
-190:
-  %191 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %192 = load i64, ptr %33, align 8
-  %193 = mul nsw i64 %192, 256
-  %194 = getelementptr inbounds float, ptr %191, i64 %193
-  %195 = load ptr, ptr %15, align 8
-  %196 = load ptr, ptr %18, align 8
-  %197 = load i64, ptr %33, align 8
-  %198 = load i64, ptr @head_dim, align 8
-  %199 = mul nsw i64 %197, %198
-  %200 = getelementptr inbounds float, ptr %196, i64 %199
-  %201 = load i64, ptr %23, align 8
-  %202 = load i32, ptr %24, align 4
-  call void @mix(ptr noundef %194, ptr noundef %195, ptr noundef %200, i64 noundef %201, i32 noundef 1, i32 noundef %202)
-  %203 = load i64, ptr %33, align 8
-  %204 = add nsw i64 %203, 1
-  store i64 %204, ptr %33, align 8
-  br label %250
+199:
+  %200 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %201 = load i64, ptr %24, align 8
+  %202 = mul nsw i64 %201, 256
+  %203 = getelementptr inbounds float, ptr %200, i64 %202
+  %204 = load ptr, ptr %9, align 8
+  %205 = load ptr, ptr %7, align 8
+  %206 = getelementptr inbounds nuw %struct.Block, ptr %205, i32 0, i32 1
+  %207 = load ptr, ptr %206, align 8
+  %208 = load i64, ptr %24, align 8
+  %209 = load i64, ptr %13, align 8
+  %210 = mul nsw i64 %208, %209
+  %211 = getelementptr inbounds float, ptr %207, i64 %210
+  %212 = load i64, ptr %11, align 8
+  %213 = load i32, ptr %12, align 4
+  call void @mix(ptr noundef %203, ptr noundef %204, ptr noundef %211, i64 noundef %212, i32 noundef 1, i32 noundef %213)
+  br label %263
 
-205:
-  %206 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %207 = load i64, ptr %33, align 8
-  %208 = mul nsw i64 %207, 256
-  %209 = getelementptr inbounds float, ptr %206, i64 %208
-  %210 = load ptr, ptr %15, align 8
-  %211 = load ptr, ptr %18, align 8
-  %212 = load i64, ptr %33, align 8
-  %213 = load i64, ptr @head_dim, align 8
-  %214 = mul nsw i64 %212, %213
-  %215 = getelementptr inbounds float, ptr %211, i64 %214
-  %216 = load i64, ptr %23, align 8
-  %217 = load i32, ptr %24, align 4
-  call void @mix(ptr noundef %209, ptr noundef %210, ptr noundef %215, i64 noundef %216, i32 noundef 2, i32 noundef %217)
-  %218 = load i64, ptr %33, align 8
-  %219 = add nsw i64 %218, 2
-  store i64 %219, ptr %33, align 8
-  br label %250
+214:
+  %215 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %216 = load i64, ptr %24, align 8
+  %217 = mul nsw i64 %216, 256
+  %218 = getelementptr inbounds float, ptr %215, i64 %217
+  %219 = load ptr, ptr %9, align 8
+  %220 = load ptr, ptr %7, align 8
+  %221 = getelementptr inbounds nuw %struct.Block, ptr %220, i32 0, i32 1
+  %222 = load ptr, ptr %221, align 8
+  %223 = load i64, ptr %24, align 8
+  %224 = load i64, ptr %13, align 8
+  %225 = mul nsw i64 %223, %224
+  %226 = getelementptr inbounds float, ptr %222, i64 %225
+  %227 = load i64, ptr %11, align 8
+  %228 = load i32, ptr %12, align 4
+  call void @mix(ptr noundef %218, ptr noundef %219, ptr noundef %226, i64 noundef %227, i32 noundef 2, i32 noundef %228)
+  br label %263
 
-220:
-  %221 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %222 = load i64, ptr %33, align 8
-  %223 = mul nsw i64 %222, 256
-  %224 = getelementptr inbounds float, ptr %221, i64 %223
-  %225 = load ptr, ptr %15, align 8
-  %226 = load ptr, ptr %18, align 8
-  %227 = load i64, ptr %33, align 8
-  %228 = load i64, ptr @head_dim, align 8
-  %229 = mul nsw i64 %227, %228
-  %230 = getelementptr inbounds float, ptr %226, i64 %229
-  %231 = load i64, ptr %23, align 8
-  %232 = load i32, ptr %24, align 4
-  call void @mix(ptr noundef %224, ptr noundef %225, ptr noundef %230, i64 noundef %231, i32 noundef 3, i32 noundef %232)
-  %233 = load i64, ptr %33, align 8
-  %234 = add nsw i64 %233, 3
-  store i64 %234, ptr %33, align 8
-  br label %250
+229:
+  %230 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %231 = load i64, ptr %24, align 8
+  %232 = mul nsw i64 %231, 256
+  %233 = getelementptr inbounds float, ptr %230, i64 %232
+  %234 = load ptr, ptr %9, align 8
+  %235 = load ptr, ptr %7, align 8
+  %236 = getelementptr inbounds nuw %struct.Block, ptr %235, i32 0, i32 1
+  %237 = load ptr, ptr %236, align 8
+  %238 = load i64, ptr %24, align 8
+  %239 = load i64, ptr %13, align 8
+  %240 = mul nsw i64 %238, %239
+  %241 = getelementptr inbounds float, ptr %237, i64 %240
+  %242 = load i64, ptr %11, align 8
+  %243 = load i32, ptr %12, align 4
+  call void @mix(ptr noundef %233, ptr noundef %234, ptr noundef %241, i64 noundef %242, i32 noundef 3, i32 noundef %243)
+  br label %263
 
-235:
-  %236 = getelementptr inbounds [4096 x float], ptr %25, i64 0, i64 0
-  %237 = load i64, ptr %33, align 8
-  %238 = mul nsw i64 %237, 256
-  %239 = getelementptr inbounds float, ptr %236, i64 %238
-  %240 = load ptr, ptr %15, align 8
-  %241 = load ptr, ptr %18, align 8
-  %242 = load i64, ptr %33, align 8
-  %243 = load i64, ptr @head_dim, align 8
-  %244 = mul nsw i64 %242, %243
-  %245 = getelementptr inbounds float, ptr %241, i64 %244
-  %246 = load i64, ptr %23, align 8
-  %247 = load i32, ptr %24, align 4
-  call void @mix(ptr noundef %239, ptr noundef %240, ptr noundef %245, i64 noundef %246, i32 noundef 4, i32 noundef %247)
-  %248 = load i64, ptr %33, align 8
-  %249 = add nsw i64 %248, 4
-  store i64 %249, ptr %33, align 8
-  br label %250
+244:
+  %245 = getelementptr inbounds [4096 x float], ptr %14, i64 0, i64 0
+  %246 = load i64, ptr %24, align 8
+  %247 = mul nsw i64 %246, 256
+  %248 = getelementptr inbounds float, ptr %245, i64 %247
+  %249 = load ptr, ptr %9, align 8
+  %250 = load ptr, ptr %7, align 8
+  %251 = getelementptr inbounds nuw %struct.Block, ptr %250, i32 0, i32 1
+  %252 = load ptr, ptr %251, align 8
+  %253 = load i64, ptr %24, align 8
+  %254 = load i64, ptr %13, align 8
+  %255 = mul nsw i64 %253, %254
+  %256 = getelementptr inbounds float, ptr %252, i64 %255
+  %257 = load i64, ptr %11, align 8
+  %258 = load i32, ptr %12, align 4
+  call void @mix(ptr noundef %248, ptr noundef %249, ptr noundef %256, i64 noundef %257, i32 noundef 4, i32 noundef %258)
+  br label %263
 
-250:
-  br label %180, !llvm.loop !56
+259:
+  br label %263
 
-251:
+260:
+  br label %263
+
+261:
+  br label %263
+
+262:
+  br label %263
+
+263:
+  br label %264
+
+264:
+  %265 = load i64, ptr %24, align 8
+  %266 = add nsw i64 %265, 4
+  store i64 %266, ptr %24, align 8
+  br label %185, !llvm.loop !54
+
+267:
   ret void
 }
 
-define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #11 {
+define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5) #1 {
   %7 = alloca ptr, align 8
   %8 = alloca ptr, align 8
   %9 = alloca ptr, align 8
@@ -4782,283 +4502,48 @@ define internal void @scores(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64
   %11 = alloca i32, align 4
   %12 = alloca i32, align 4
   %13 = alloca i64, align 8
-  %14 = alloca i64, align 8
-  %15 = alloca i32, align 4
-  %16 = alloca ptr, align 8
-  %17 = alloca [24 x <8 x float>], align 32
-  %18 = alloca i32, align 4
-  %19 = alloca i64, align 8
-  %20 = alloca [24 x float], align 16
-  %21 = alloca i32, align 4
-  %22 = alloca i64, align 8
-  %23 = alloca i32, align 4
-  %24 = alloca float, align 4
-  %25 = alloca i32, align 4
   store ptr %0, ptr %7, align 8
   store ptr %1, ptr %8, align 8
   store ptr %2, ptr %9, align 8
   store i64 %3, ptr %10, align 8
   store i32 %4, ptr %11, align 4
   store i32 %5, ptr %12, align 4
-  %26 = load i64, ptr @head_dim, align 8
-  %27 = and i64 %26, -8
-  store i64 %27, ptr %13, align 8
-  store i64 0, ptr %14, align 8
-  br label %28
+  store i64 0, ptr %13, align 8
+  br label %14
 
-28:
-  %29 = load i64, ptr %14, align 8
-  %30 = load i64, ptr %10, align 8
-  %31 = icmp slt i64 %29, %30
-  br i1 %31, label %33, label %32
+14:
+  %15 = load i64, ptr %13, align 8
+  %16 = load i64, ptr %10, align 8
+  %17 = icmp slt i64 %15, %16
+  br i1 %17, label %19, label %18
 
-32:
-  store i32 2, ptr %15, align 4
-  br label %183
+18:
+  br label %36
+
+19:
+  %20 = load ptr, ptr %7, align 8
+  %21 = load ptr, ptr %8, align 8
+  %22 = load i64, ptr %13, align 8
+  %23 = load i64, ptr @head_dim, align 8
+  %24 = mul nsw i64 %22, %23
+  %25 = load i32, ptr %12, align 4
+  %26 = call ptr @element(ptr noundef %21, i64 noundef %24, i32 noundef %25)
+  %27 = load ptr, ptr %9, align 8
+  %28 = load i64, ptr %13, align 8
+  %29 = getelementptr inbounds float, ptr %27, i64 %28
+  %30 = load i64, ptr @head_dim, align 8
+  %31 = load i32, ptr %11, align 4
+  %32 = load i32, ptr %12, align 4
+  call void @tile(ptr noundef %20, ptr noundef %26, ptr noundef %29, i64 noundef %30, i64 noundef 256, i32 noundef %31, i32 noundef 4, i32 noundef %32)
+  br label %33
 
 33:
-  %34 = load ptr, ptr %8, align 8
-  %35 = load i64, ptr %14, align 8
-  %36 = load i64, ptr @head_dim, align 8
-  %37 = mul nsw i64 %35, %36
-  %38 = load i32, ptr %12, align 4
-  %39 = call ptr @element(ptr noundef %34, i64 noundef %37, i32 noundef %38)
-  store ptr %39, ptr %16, align 8
-  %40 = load ptr, ptr %16, align 8
-  %41 = load i64, ptr @head_dim, align 8
-  %42 = mul nsw i64 4, %41
-  %43 = load i32, ptr %12, align 4
-  %44 = call i64 @bytes_of(i32 noundef %43)
-  %45 = mul nsw i64 %42, %44
-  call void @prefetch(ptr noundef %40, i64 noundef %45, i64 noundef 8192)
-  store i32 0, ptr %18, align 4
-  br label %46
+  %34 = load i64, ptr %13, align 8
+  %35 = add nsw i64 %34, 4
+  store i64 %35, ptr %13, align 8
+  br label %14, !llvm.loop !55
 
-46:
-  %47 = load i32, ptr %18, align 4
-  %48 = load i32, ptr %11, align 4
-  %49 = mul nsw i32 %48, 4
-  %50 = icmp slt i32 %47, %49
-  br i1 %50, label %52, label %51
-
-51:
-  store i32 5, ptr %15, align 4
-  br label %59
-
-52:
-  %53 = load i32, ptr %18, align 4
-  %54 = sext i32 %53 to i64
-  %55 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 %54
-  store <8 x float> zeroinitializer, ptr %55, align 32
-  br label %56
-
-56:
-  %57 = load i32, ptr %18, align 4
-  %58 = add nsw i32 %57, 1
-  store i32 %58, ptr %18, align 4
-  br label %46, !llvm.loop !57
-
-59:
-  store i64 0, ptr %19, align 8
-  br label %60
-
-60:
-  %61 = load i64, ptr %19, align 8
-  %62 = load i64, ptr %13, align 8
-  %63 = icmp slt i64 %61, %62
-  br i1 %63, label %65, label %64
-
-64:
-  store i32 8, ptr %15, align 4
-  br label %76
-
-65:
-  %66 = load ptr, ptr %7, align 8
-  %67 = load ptr, ptr %16, align 8
-  %68 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 0
-  %69 = load i64, ptr @head_dim, align 8
-  %70 = load i64, ptr %19, align 8
-  %71 = load i32, ptr %11, align 4
-  %72 = load i32, ptr %12, align 4
-  call void @add_products(ptr noundef %66, ptr noundef %67, ptr noundef %68, i64 noundef %69, i64 noundef %70, i32 noundef %71, i32 noundef 4, i32 noundef %72)
-  br label %73
-
-73:
-  %74 = load i64, ptr %19, align 8
-  %75 = add nsw i64 %74, 8
-  store i64 %75, ptr %19, align 8
-  br label %60, !llvm.loop !58
-
-76:
-  %77 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 0
-  %78 = load i32, ptr %11, align 4
-  %79 = mul nsw i32 %78, 4
-  call void @sums(ptr noundef %77, i32 noundef %79)
-  store i32 0, ptr %21, align 4
-  br label %80
-
-80:
-  %81 = load i32, ptr %21, align 4
-  %82 = load i32, ptr %11, align 4
-  %83 = mul nsw i32 %82, 4
-  %84 = icmp slt i32 %81, %83
-  br i1 %84, label %86, label %85
-
-85:
-  store i32 11, ptr %15, align 4
-  br label %99
-
-86:
-  %87 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 0
-  %88 = load i32, ptr %21, align 4
-  %89 = sext i32 %88 to i64
-  %90 = getelementptr inbounds float, ptr %87, i64 %89
-  %91 = load i32, ptr %21, align 4
-  %92 = sdiv i32 %91, 8
-  %93 = sext i32 %92 to i64
-  %94 = getelementptr inbounds [24 x <8 x float>], ptr %17, i64 0, i64 %93
-  %95 = load <8 x float>, ptr %94, align 32
-  call void @store(ptr noundef %90, <8 x float> noundef %95)
-  br label %96
-
-96:
-  %97 = load i32, ptr %21, align 4
-  %98 = add nsw i32 %97, 8
-  store i32 %98, ptr %21, align 4
-  br label %80, !llvm.loop !59
-
-99:
-  %100 = load i64, ptr %13, align 8
-  store i64 %100, ptr %22, align 8
-  br label %101
-
-101:
-  %102 = load i64, ptr %22, align 8
-  %103 = load i64, ptr @head_dim, align 8
-  %104 = icmp slt i64 %102, %103
-  br i1 %104, label %106, label %105
-
-105:
-  store i32 14, ptr %15, align 4
-  br label %152
-
-106:
-  store i32 0, ptr %23, align 4
-  br label %107
-
-107:
-  %108 = load i32, ptr %23, align 4
-  %109 = load i32, ptr %11, align 4
-  %110 = mul nsw i32 %109, 4
-  %111 = icmp slt i32 %108, %110
-  br i1 %111, label %113, label %112
-
-112:
-  store i32 17, ptr %15, align 4
-  br label %148
-
-113:
-  %114 = load ptr, ptr %16, align 8
-  %115 = load i32, ptr %23, align 4
-  %116 = srem i32 %115, 4
-  %117 = sext i32 %116 to i64
-  %118 = load i64, ptr @head_dim, align 8
-  %119 = mul nsw i64 %117, %118
-  %120 = load i64, ptr %22, align 8
-  %121 = add nsw i64 %119, %120
-  %122 = load i32, ptr %12, align 4
-  %123 = call ptr @element(ptr noundef %114, i64 noundef %121, i32 noundef %122)
-  %124 = load i32, ptr %12, align 4
-  %125 = call float @load_one(ptr noundef %123, i32 noundef %124)
-  store float %125, ptr %24, align 4
-  %126 = load ptr, ptr %7, align 8
-  %127 = load i32, ptr %23, align 4
-  %128 = sdiv i32 %127, 4
-  %129 = sext i32 %128 to i64
-  %130 = load i64, ptr @head_dim, align 8
-  %131 = mul nsw i64 %129, %130
-  %132 = load i64, ptr %22, align 8
-  %133 = add nsw i64 %131, %132
-  %134 = getelementptr inbounds float, ptr %126, i64 %133
-  %135 = load float, ptr %134, align 4
-  %136 = load float, ptr %24, align 4
-  %137 = load i32, ptr %23, align 4
-  %138 = sext i32 %137 to i64
-  %139 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 %138
-  %140 = load float, ptr %139, align 4
-  %141 = call float @llvm.fma.f32(float %135, float %136, float %140)
-  %142 = load i32, ptr %23, align 4
-  %143 = sext i32 %142 to i64
-  %144 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 %143
-  store float %141, ptr %144, align 4
-  br label %145
-
-145:
-  %146 = load i32, ptr %23, align 4
-  %147 = add nsw i32 %146, 1
-  store i32 %147, ptr %23, align 4
-  br label %107, !llvm.loop !60
-
-148:
-  br label %149
-
-149:
-  %150 = load i64, ptr %22, align 8
-  %151 = add nsw i64 %150, 1
-  store i64 %151, ptr %22, align 8
-  br label %101, !llvm.loop !61
-
-152:
-  store i32 0, ptr %25, align 4
-  br label %153
-
-153:
-  %154 = load i32, ptr %25, align 4
-  %155 = load i32, ptr %11, align 4
-  %156 = mul nsw i32 %155, 4
-  %157 = icmp slt i32 %154, %156
-  br i1 %157, label %159, label %158
-
-158:
-  store i32 20, ptr %15, align 4
-  br label %179
-
-159:
-  %160 = load i32, ptr %25, align 4
-  %161 = sext i32 %160 to i64
-  %162 = getelementptr inbounds [24 x float], ptr %20, i64 0, i64 %161
-  %163 = load float, ptr %162, align 4
-  %164 = load ptr, ptr %9, align 8
-  %165 = load i32, ptr %25, align 4
-  %166 = sdiv i32 %165, 4
-  %167 = mul nsw i32 %166, 256
-  %168 = sext i32 %167 to i64
-  %169 = load i64, ptr %14, align 8
-  %170 = add nsw i64 %168, %169
-  %171 = load i32, ptr %25, align 4
-  %172 = srem i32 %171, 4
-  %173 = sext i32 %172 to i64
-  %174 = add nsw i64 %170, %173
-  %175 = getelementptr inbounds float, ptr %164, i64 %174
-  store float %163, ptr %175, align 4
-  br label %176
-
-176:
-  %177 = load i32, ptr %25, align 4
-  %178 = add nsw i32 %177, 1
-  store i32 %178, ptr %25, align 4
-  br label %153, !llvm.loop !62
-
-179:
-  br label %180
-
-180:
-  %181 = load i64, ptr %14, align 8
-  %182 = add nsw i64 %181, 4
-  store i64 %182, ptr %14, align 8
-  br label %28, !llvm.loop !63
-
-183:
+36:
   ret void
 }
 
@@ -5113,7 +4598,7 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %38 = load i32, ptr %16, align 4
   %39 = add nsw i32 %38, 1
   store i32 %39, ptr %16, align 4
-  br label %28, !llvm.loop !64
+  br label %28, !llvm.loop !56
 
 40:
   %41 = load float, ptr %13, align 4
@@ -5173,7 +4658,7 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %81 = load i64, ptr %19, align 8
   %82 = add nsw i64 %81, 8
   store i64 %82, ptr %19, align 8
-  br label %44, !llvm.loop !65
+  br label %44, !llvm.loop !57
 
 83:
   %84 = load <8 x float>, ptr %17, align 32
@@ -5249,7 +4734,7 @@ define internal float @softmax_weights(ptr noundef %0, i64 noundef %1, i64 nound
   %138 = load i64, ptr %23, align 8
   %139 = add nsw i64 %138, 8
   store i64 %139, ptr %23, align 8
-  br label %86, !llvm.loop !66
+  br label %86, !llvm.loop !58
 
 140:
   %141 = load <8 x float>, ptr %18, align 32
@@ -5268,9 +4753,6 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   %11 = alloca i32, align 4
   %12 = alloca i32, align 4
   %13 = alloca i64, align 8
-  %14 = alloca i32, align 4
-  %15 = alloca i32, align 4
-  %16 = alloca i64, align 8
   store ptr %0, ptr %7, align 8
   store ptr %1, ptr %8, align 8
   store ptr %2, ptr %9, align 8
@@ -5278,476 +4760,363 @@ define internal void @mix(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 no
   store i32 %4, ptr %11, align 4
   store i32 %5, ptr %12, align 4
   store i64 0, ptr %13, align 8
-  br label %17
+  br label %14
 
-17:
-  %18 = load i64, ptr %13, align 8
-  %19 = add nsw i64 %18, 16
-  %20 = load i64, ptr @head_dim, align 8
-  %21 = icmp sle i64 %19, %20
-  br i1 %21, label %22, label %37
+14:
+  %15 = load i64, ptr %13, align 8
+  %16 = add nsw i64 %15, 16
+  %17 = load i64, ptr @head_dim, align 8
+  %18 = icmp sle i64 %16, %17
+  br i1 %18, label %19, label %34
 
-22:
-  %23 = load ptr, ptr %7, align 8
-  %24 = load ptr, ptr %8, align 8
-  %25 = load i64, ptr %13, align 8
-  %26 = load i32, ptr %12, align 4
-  %27 = call ptr @element(ptr noundef %24, i64 noundef %25, i32 noundef %26)
-  %28 = load ptr, ptr %9, align 8
-  %29 = load i64, ptr %13, align 8
-  %30 = getelementptr inbounds float, ptr %28, i64 %29
-  %31 = load i64, ptr %10, align 8
-  %32 = load i32, ptr %11, align 4
-  %33 = load i32, ptr %12, align 4
-  call void @mix_columns(ptr noundef %23, ptr noundef %27, ptr noundef %30, i64 noundef %31, i32 noundef %32, i32 noundef 2, i32 noundef %33)
-  br label %34
+19:
+  %20 = load ptr, ptr %7, align 8
+  %21 = load ptr, ptr %8, align 8
+  %22 = load i64, ptr %13, align 8
+  %23 = load i32, ptr %12, align 4
+  %24 = call ptr @element(ptr noundef %21, i64 noundef %22, i32 noundef %23)
+  %25 = load ptr, ptr %9, align 8
+  %26 = load i64, ptr %13, align 8
+  %27 = getelementptr inbounds float, ptr %25, i64 %26
+  %28 = load i64, ptr %10, align 8
+  %29 = load i32, ptr %11, align 4
+  %30 = load i32, ptr %12, align 4
+  call void @mix_columns(ptr noundef %20, ptr noundef %24, ptr noundef %27, i64 noundef %28, i64 noundef 16, i32 noundef %29, i32 noundef %30)
+  br label %31
+
+31:
+  %32 = load i64, ptr %13, align 8
+  %33 = add nsw i64 %32, 16
+  store i64 %33, ptr %13, align 8
+  br label %14, !llvm.loop !59
 
 34:
-  %35 = load i64, ptr %13, align 8
-  %36 = add nsw i64 %35, 16
-  store i64 %36, ptr %13, align 8
-  br label %17, !llvm.loop !67
+  br label %35
 
-37:
-  br label %38
+35:
+  %36 = load i64, ptr %13, align 8
+  %37 = add nsw i64 %36, 8
+  %38 = load i64, ptr @head_dim, align 8
+  %39 = icmp sle i64 %37, %38
+  br i1 %39, label %40, label %55
 
-38:
-  %39 = load i64, ptr %13, align 8
-  %40 = add nsw i64 %39, 8
-  %41 = load i64, ptr @head_dim, align 8
-  %42 = icmp sle i64 %40, %41
-  br i1 %42, label %43, label %58
+40:
+  %41 = load ptr, ptr %7, align 8
+  %42 = load ptr, ptr %8, align 8
+  %43 = load i64, ptr %13, align 8
+  %44 = load i32, ptr %12, align 4
+  %45 = call ptr @element(ptr noundef %42, i64 noundef %43, i32 noundef %44)
+  %46 = load ptr, ptr %9, align 8
+  %47 = load i64, ptr %13, align 8
+  %48 = getelementptr inbounds float, ptr %46, i64 %47
+  %49 = load i64, ptr %10, align 8
+  %50 = load i32, ptr %11, align 4
+  %51 = load i32, ptr %12, align 4
+  call void @mix_columns(ptr noundef %41, ptr noundef %45, ptr noundef %48, i64 noundef %49, i64 noundef 8, i32 noundef %50, i32 noundef %51)
+  br label %52
 
-43:
-  %44 = load ptr, ptr %7, align 8
-  %45 = load ptr, ptr %8, align 8
-  %46 = load i64, ptr %13, align 8
-  %47 = load i32, ptr %12, align 4
-  %48 = call ptr @element(ptr noundef %45, i64 noundef %46, i32 noundef %47)
-  %49 = load ptr, ptr %9, align 8
-  %50 = load i64, ptr %13, align 8
-  %51 = getelementptr inbounds float, ptr %49, i64 %50
-  %52 = load i64, ptr %10, align 8
-  %53 = load i32, ptr %11, align 4
-  %54 = load i32, ptr %12, align 4
-  call void @mix_columns(ptr noundef %44, ptr noundef %48, ptr noundef %51, i64 noundef %52, i32 noundef %53, i32 noundef 1, i32 noundef %54)
-  br label %55
+52:
+  %53 = load i64, ptr %13, align 8
+  %54 = add nsw i64 %53, 8
+  store i64 %54, ptr %13, align 8
+  br label %35, !llvm.loop !60
 
 55:
   %56 = load i64, ptr %13, align 8
-  %57 = add nsw i64 %56, 8
-  store i64 %57, ptr %13, align 8
-  br label %38, !llvm.loop !68
-
-58:
-  br label %59
+  %57 = load i64, ptr @head_dim, align 8
+  %58 = icmp slt i64 %56, %57
+  br i1 %58, label %59, label %74
 
 59:
-  %60 = load i64, ptr %13, align 8
-  %61 = load i64, ptr @head_dim, align 8
-  %62 = icmp slt i64 %60, %61
-  br i1 %62, label %63, label %123
-
-63:
-  store i32 0, ptr %14, align 4
-  br label %64
-
-64:
-  %65 = load i32, ptr %14, align 4
-  %66 = load i32, ptr %11, align 4
-  %67 = icmp slt i32 %65, %66
-  br i1 %67, label %69, label %68
-
-68:
-  store i32 11, ptr %15, align 4
-  br label %119
-
-69:
-  store i64 0, ptr %16, align 8
-  br label %70
-
-70:
-  %71 = load i64, ptr %16, align 8
-  %72 = load i64, ptr %10, align 8
-  %73 = icmp slt i64 %71, %72
-  br i1 %73, label %75, label %74
+  %60 = load ptr, ptr %7, align 8
+  %61 = load ptr, ptr %8, align 8
+  %62 = load i64, ptr %13, align 8
+  %63 = load i32, ptr %12, align 4
+  %64 = call ptr @element(ptr noundef %61, i64 noundef %62, i32 noundef %63)
+  %65 = load ptr, ptr %9, align 8
+  %66 = load i64, ptr %13, align 8
+  %67 = getelementptr inbounds float, ptr %65, i64 %66
+  %68 = load i64, ptr %10, align 8
+  %69 = load i64, ptr @head_dim, align 8
+  %70 = load i64, ptr %13, align 8
+  %71 = sub nsw i64 %69, %70
+  %72 = load i32, ptr %11, align 4
+  %73 = load i32, ptr %12, align 4
+  call void @mix_columns(ptr noundef %60, ptr noundef %64, ptr noundef %67, i64 noundef %68, i64 noundef %71, i32 noundef %72, i32 noundef %73)
+  br label %74
 
 74:
-  store i32 14, ptr %15, align 4
-  br label %115
-
-75:
-  %76 = load ptr, ptr %7, align 8
-  %77 = load i32, ptr %14, align 4
-  %78 = mul nsw i32 %77, 256
-  %79 = sext i32 %78 to i64
-  %80 = load i64, ptr %16, align 8
-  %81 = add nsw i64 %79, %80
-  %82 = getelementptr inbounds float, ptr %76, i64 %81
-  %83 = load float, ptr %82, align 4
-  %84 = load ptr, ptr %8, align 8
-  %85 = load i64, ptr %16, align 8
-  %86 = load i64, ptr @head_dim, align 8
-  %87 = mul nsw i64 %85, %86
-  %88 = load i64, ptr %13, align 8
-  %89 = add nsw i64 %87, %88
-  %90 = load i32, ptr %12, align 4
-  %91 = call ptr @element(ptr noundef %84, i64 noundef %89, i32 noundef %90)
-  %92 = load i32, ptr %12, align 4
-  %93 = call float @load_one(ptr noundef %91, i32 noundef %92)
-  %94 = load ptr, ptr %9, align 8
-  %95 = load i32, ptr %14, align 4
-  %96 = sext i32 %95 to i64
-  %97 = load i64, ptr @head_dim, align 8
-  %98 = mul nsw i64 %96, %97
-  %99 = load i64, ptr %13, align 8
-  %100 = add nsw i64 %98, %99
-  %101 = getelementptr inbounds float, ptr %94, i64 %100
-  %102 = load float, ptr %101, align 4
-  %103 = call float @llvm.fma.f32(float %83, float %93, float %102)
-  %104 = load ptr, ptr %9, align 8
-  %105 = load i32, ptr %14, align 4
-  %106 = sext i32 %105 to i64
-  %107 = load i64, ptr @head_dim, align 8
-  %108 = mul nsw i64 %106, %107
-  %109 = load i64, ptr %13, align 8
-  %110 = add nsw i64 %108, %109
-  %111 = getelementptr inbounds float, ptr %104, i64 %110
-  store float %103, ptr %111, align 4
-  br label %112
-
-112:
-  %113 = load i64, ptr %16, align 8
-  %114 = add nsw i64 %113, 1
-  store i64 %114, ptr %16, align 8
-  br label %70, !llvm.loop !69
-
-115:
-  br label %116
-
-116:
-  %117 = load i32, ptr %14, align 4
-  %118 = add nsw i32 %117, 1
-  store i32 %118, ptr %14, align 4
-  br label %64, !llvm.loop !70
-
-119:
-  br label %120
-
-120:
-  %121 = load i64, ptr %13, align 8
-  %122 = add nsw i64 %121, 1
-  store i64 %122, ptr %13, align 8
-  br label %59, !llvm.loop !71
-
-123:
   ret void
 }
 
 define internal float @largest(<8 x float> noundef %0) #11 {
   %2 = alloca <8 x float>, align 32
-  %3 = alloca i32, align 4
-  %4 = alloca i32, align 4
-  %5 = alloca <8 x float>, align 32
-  %6 = alloca i32, align 4
   store <8 x float> %0, ptr %2, align 32
-  store i32 4, ptr %3, align 4
-  br label %7
-
-7:
-  %8 = load i32, ptr %3, align 4
-  %9 = icmp sgt i32 %8, 0
-  br i1 %9, label %11, label %10
-
-10:
-  store i32 2, ptr %4, align 4
-  br label %37
-
-11:
-  %12 = load <8 x float>, ptr %2, align 32
-  store <8 x float> %12, ptr %5, align 32
-  store i32 0, ptr %6, align 4
-  br label %13
-
-13:
-  %14 = load i32, ptr %6, align 4
-  %15 = load i32, ptr %3, align 4
-  %16 = icmp slt i32 %14, %15
-  br i1 %16, label %18, label %17
-
-17:
-  store i32 5, ptr %4, align 4
-  br label %30
-
-18:
-  %19 = load <8 x float>, ptr %2, align 32
-  %20 = load i32, ptr %3, align 4
-  %21 = load i32, ptr %6, align 4
-  %22 = add nsw i32 %20, %21
-  %23 = extractelement <8 x float> %19, i32 %22
-  %24 = load i32, ptr %6, align 4
-  %25 = load <8 x float>, ptr %5, align 32
-  %26 = insertelement <8 x float> %25, float %23, i32 %24
-  store <8 x float> %26, ptr %5, align 32
-  br label %27
-
-27:
-  %28 = load i32, ptr %6, align 4
-  %29 = add nsw i32 %28, 1
-  store i32 %29, ptr %6, align 4
-  br label %13, !llvm.loop !72
-
-30:
-  %31 = load <8 x float>, ptr %2, align 32
-  %32 = load <8 x float>, ptr %5, align 32
-  %33 = call <8 x float> @larger(<8 x float> noundef %31, <8 x float> noundef %32)
-  store <8 x float> %33, ptr %2, align 32
-  br label %34
-
-34:
-  %35 = load i32, ptr %3, align 4
-  %36 = sdiv i32 %35, 2
-  store i32 %36, ptr %3, align 4
-  br label %7, !llvm.loop !73
-
-37:
-  %38 = load <8 x float>, ptr %2, align 32
-  %39 = extractelement <8 x float> %38, i32 0
-  ret float %39
+  %3 = load <8 x float>, ptr %2, align 32
+  %4 = call float @llvm.vector.reduce.fmax.v8f32(<8 x float> %3)
+  ret float %4
 }
 
-define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i32 noundef %4, i32 noundef %5, i32 noundef %6) #11 {
+declare float @llvm.vector.reduce.fmax.v8f32(<8 x float>) #14
+
+define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5, i32 noundef %6) #11 {
   %8 = alloca ptr, align 8
   %9 = alloca ptr, align 8
   %10 = alloca ptr, align 8
   %11 = alloca i64, align 8
-  %12 = alloca i32, align 4
+  %12 = alloca i64, align 8
   %13 = alloca i32, align 4
   %14 = alloca i32, align 4
-  %15 = alloca [16 x <8 x float>], align 32
-  %16 = alloca i32, align 4
-  %17 = alloca i64, align 8
-  %18 = alloca i32, align 4
-  %19 = alloca ptr, align 8
-  %20 = alloca i32, align 4
-  %21 = alloca <8 x float>, align 32
-  %22 = alloca i32, align 4
+  %15 = alloca i32, align 4
+  %16 = alloca [8 x <8 x float>], align 32
+  %17 = alloca i32, align 4
+  %18 = alloca i64, align 8
+  %19 = alloca i32, align 4
+  %20 = alloca ptr, align 8
+  %21 = alloca i32, align 4
+  %22 = alloca <8 x float>, align 32
   %23 = alloca i32, align 4
+  %24 = alloca i32, align 4
   store ptr %0, ptr %8, align 8
   store ptr %1, ptr %9, align 8
   store ptr %2, ptr %10, align 8
   store i64 %3, ptr %11, align 8
-  store i32 %4, ptr %12, align 4
+  store i64 %4, ptr %12, align 8
   store i32 %5, ptr %13, align 4
   store i32 %6, ptr %14, align 4
-  store i32 0, ptr %16, align 4
-  br label %24
+  %25 = load i64, ptr %12, align 8
+  %26 = icmp sgt i64 %25, 8
+  %27 = zext i1 %26 to i64
+  %28 = select i1 %26, i32 2, i32 1
+  store i32 %28, ptr %15, align 4
+  store i32 0, ptr %17, align 4
+  br label %29
 
-24:
-  %25 = load i32, ptr %16, align 4
-  %26 = load i32, ptr %12, align 4
-  %27 = load i32, ptr %13, align 4
-  %28 = mul nsw i32 %26, %27
-  %29 = icmp slt i32 %25, %28
-  br i1 %29, label %31, label %30
+29:
+  %30 = load i32, ptr %17, align 4
+  %31 = load i32, ptr %13, align 4
+  %32 = load i32, ptr %15, align 4
+  %33 = mul nsw i32 %31, %32
+  %34 = icmp slt i32 %30, %33
+  br i1 %34, label %36, label %35
 
-30:
-  br label %53
+35:
+  br label %61
 
-31:
-  %32 = load ptr, ptr %10, align 8
-  %33 = load i32, ptr %16, align 4
-  %34 = load i32, ptr %13, align 4
-  %35 = sdiv i32 %33, %34
-  %36 = sext i32 %35 to i64
-  %37 = load i64, ptr @head_dim, align 8
-  %38 = mul nsw i64 %36, %37
-  %39 = getelementptr inbounds float, ptr %32, i64 %38
-  %40 = load i32, ptr %16, align 4
-  %41 = load i32, ptr %13, align 4
-  %42 = srem i32 %40, %41
-  %43 = mul nsw i32 %42, 8
-  %44 = sext i32 %43 to i64
-  %45 = getelementptr inbounds float, ptr %39, i64 %44
-  %46 = call <8 x float> @load(ptr noundef %45, i32 noundef 0)
-  %47 = load i32, ptr %16, align 4
-  %48 = sext i32 %47 to i64
-  %49 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %48
-  store <8 x float> %46, ptr %49, align 32
-  br label %50
-
-50:
-  %51 = load i32, ptr %16, align 4
-  %52 = add nsw i32 %51, 1
-  store i32 %52, ptr %16, align 4
-  br label %24, !llvm.loop !74
-
-53:
-  store i64 0, ptr %17, align 8
-  br label %54
-
-54:
-  %55 = load i64, ptr %17, align 8
-  %56 = load i64, ptr %11, align 8
-  %57 = icmp slt i64 %55, %56
-  br i1 %57, label %59, label %58
+36:
+  %37 = load ptr, ptr %10, align 8
+  %38 = load i32, ptr %17, align 4
+  %39 = load i32, ptr %15, align 4
+  %40 = sdiv i32 %38, %39
+  %41 = sext i32 %40 to i64
+  %42 = load i64, ptr @head_dim, align 8
+  %43 = add nsw i64 %42, 2
+  %44 = mul nsw i64 %41, %43
+  %45 = getelementptr inbounds float, ptr %37, i64 %44
+  %46 = load i32, ptr %17, align 4
+  %47 = load i32, ptr %15, align 4
+  %48 = srem i32 %46, %47
+  %49 = mul nsw i32 %48, 8
+  %50 = sext i32 %49 to i64
+  %51 = getelementptr inbounds float, ptr %45, i64 %50
+  %52 = load i64, ptr %12, align 8
+  %53 = call i64 @least(i64 noundef %52, i64 noundef 8)
+  %54 = call <8 x float> @load_some(ptr noundef %51, i64 noundef %53, i32 noundef 0)
+  %55 = load i32, ptr %17, align 4
+  %56 = sext i32 %55 to i64
+  %57 = getelementptr inbounds [8 x <8 x float>], ptr %16, i64 0, i64 %56
+  store <8 x float> %54, ptr %57, align 32
+  br label %58
 
 58:
-  store i32 5, ptr %18, align 4
+  %59 = load i32, ptr %17, align 4
+  %60 = add nsw i32 %59, 1
+  store i32 %60, ptr %17, align 4
+  br label %29, !llvm.loop !61
+
+61:
+  store i64 0, ptr %18, align 8
+  br label %62
+
+62:
+  %63 = load i64, ptr %18, align 8
+  %64 = load i64, ptr %11, align 8
+  %65 = icmp slt i64 %63, %64
+  br i1 %65, label %67, label %66
+
+66:
+  store i32 5, ptr %19, align 4
+  br label %139
+
+67:
+  %68 = load ptr, ptr %9, align 8
+  %69 = load i64, ptr %18, align 8
+  %70 = load i64, ptr @head_dim, align 8
+  %71 = mul nsw i64 %69, %70
+  %72 = load i32, ptr %14, align 4
+  %73 = call ptr @element(ptr noundef %68, i64 noundef %71, i32 noundef %72)
+  store ptr %73, ptr %20, align 8
+  %74 = load ptr, ptr %20, align 8
+  %75 = load i64, ptr %12, align 8
+  %76 = load i32, ptr %14, align 4
+  %77 = call i64 @bytes_of(i32 noundef %76)
+  %78 = mul nsw i64 %75, %77
+  call void @prefetch(ptr noundef %74, i64 noundef %78, i64 noundef 8192)
+  store i32 0, ptr %21, align 4
+  br label %79
+
+79:
+  %80 = load i32, ptr %21, align 4
+  %81 = load i32, ptr %15, align 4
+  %82 = icmp slt i32 %80, %81
+  br i1 %82, label %84, label %83
+
+83:
+  store i32 8, ptr %19, align 4
+  br label %135
+
+84:
+  %85 = load ptr, ptr %20, align 8
+  %86 = load i32, ptr %21, align 4
+  %87 = mul nsw i32 %86, 8
+  %88 = sext i32 %87 to i64
+  %89 = load i32, ptr %14, align 4
+  %90 = call ptr @element(ptr noundef %85, i64 noundef %88, i32 noundef %89)
+  %91 = load i64, ptr %12, align 8
+  %92 = call i64 @least(i64 noundef %91, i64 noundef 8)
+  %93 = load i32, ptr %14, align 4
+  %94 = call <8 x float> @load_some(ptr noundef %90, i64 noundef %92, i32 noundef %93)
+  store <8 x float> %94, ptr %22, align 32
+  store i32 0, ptr %23, align 4
+  br label %95
+
+95:
+  %96 = load i32, ptr %23, align 4
+  %97 = load i32, ptr %13, align 4
+  %98 = icmp slt i32 %96, %97
+  br i1 %98, label %100, label %99
+
+99:
+  store i32 11, ptr %19, align 4
   br label %131
 
-59:
-  %60 = load ptr, ptr %9, align 8
-  %61 = load i64, ptr %17, align 8
-  %62 = load i64, ptr @head_dim, align 8
-  %63 = mul nsw i64 %61, %62
-  %64 = load i32, ptr %14, align 4
-  %65 = call ptr @element(ptr noundef %60, i64 noundef %63, i32 noundef %64)
-  store ptr %65, ptr %19, align 8
-  %66 = load ptr, ptr %19, align 8
-  %67 = load i32, ptr %13, align 4
-  %68 = mul nsw i32 %67, 8
-  %69 = sext i32 %68 to i64
-  %70 = load i32, ptr %14, align 4
-  %71 = call i64 @bytes_of(i32 noundef %70)
-  %72 = mul nsw i64 %69, %71
-  call void @prefetch(ptr noundef %66, i64 noundef %72, i64 noundef 8192)
-  store i32 0, ptr %20, align 4
-  br label %73
-
-73:
-  %74 = load i32, ptr %20, align 4
-  %75 = load i32, ptr %13, align 4
-  %76 = icmp slt i32 %74, %75
-  br i1 %76, label %78, label %77
-
-77:
-  store i32 8, ptr %18, align 4
-  br label %127
-
-78:
-  %79 = load ptr, ptr %19, align 8
-  %80 = load i32, ptr %20, align 4
-  %81 = mul nsw i32 %80, 8
-  %82 = sext i32 %81 to i64
-  %83 = load i32, ptr %14, align 4
-  %84 = call ptr @element(ptr noundef %79, i64 noundef %82, i32 noundef %83)
-  %85 = load i32, ptr %14, align 4
-  %86 = call <8 x float> @load(ptr noundef %84, i32 noundef %85)
-  store <8 x float> %86, ptr %21, align 32
-  store i32 0, ptr %22, align 4
-  br label %87
-
-87:
-  %88 = load i32, ptr %22, align 4
-  %89 = load i32, ptr %12, align 4
-  %90 = icmp slt i32 %88, %89
-  br i1 %90, label %92, label %91
-
-91:
-  store i32 11, ptr %18, align 4
-  br label %123
-
-92:
-  %93 = load ptr, ptr %8, align 8
-  %94 = load i32, ptr %22, align 4
-  %95 = mul nsw i32 %94, 256
-  %96 = sext i32 %95 to i64
-  %97 = load i64, ptr %17, align 8
-  %98 = add nsw i64 %96, %97
-  %99 = getelementptr inbounds float, ptr %93, i64 %98
-  %100 = load float, ptr %99, align 4
-  %101 = insertelement <8 x float> poison, float %100, i64 0
-  %102 = shufflevector <8 x float> %101, <8 x float> poison, <8 x i32> zeroinitializer
-  %103 = load <8 x float>, ptr %21, align 32
-  %104 = load i32, ptr %22, align 4
-  %105 = load i32, ptr %13, align 4
-  %106 = mul nsw i32 %104, %105
-  %107 = load i32, ptr %20, align 4
-  %108 = add nsw i32 %106, %107
-  %109 = sext i32 %108 to i64
-  %110 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %109
-  %111 = load <8 x float>, ptr %110, align 32
-  %112 = call <8 x float> @fma_(<8 x float> noundef %102, <8 x float> noundef %103, <8 x float> noundef %111)
-  %113 = load i32, ptr %22, align 4
-  %114 = load i32, ptr %13, align 4
-  %115 = mul nsw i32 %113, %114
-  %116 = load i32, ptr %20, align 4
-  %117 = add nsw i32 %115, %116
-  %118 = sext i32 %117 to i64
-  %119 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %118
-  store <8 x float> %112, ptr %119, align 32
-  br label %120
-
-120:
-  %121 = load i32, ptr %22, align 4
-  %122 = add nsw i32 %121, 1
-  store i32 %122, ptr %22, align 4
-  br label %87, !llvm.loop !75
-
-123:
-  br label %124
-
-124:
-  %125 = load i32, ptr %20, align 4
-  %126 = add nsw i32 %125, 1
-  store i32 %126, ptr %20, align 4
-  br label %73, !llvm.loop !76
-
-127:
+100:
+  %101 = load ptr, ptr %8, align 8
+  %102 = load i32, ptr %23, align 4
+  %103 = mul nsw i32 %102, 256
+  %104 = sext i32 %103 to i64
+  %105 = load i64, ptr %18, align 8
+  %106 = add nsw i64 %104, %105
+  %107 = getelementptr inbounds float, ptr %101, i64 %106
+  %108 = load float, ptr %107, align 4
+  %109 = insertelement <8 x float> poison, float %108, i64 0
+  %110 = shufflevector <8 x float> %109, <8 x float> poison, <8 x i32> zeroinitializer
+  %111 = load <8 x float>, ptr %22, align 32
+  %112 = load i32, ptr %23, align 4
+  %113 = load i32, ptr %15, align 4
+  %114 = mul nsw i32 %112, %113
+  %115 = load i32, ptr %21, align 4
+  %116 = add nsw i32 %114, %115
+  %117 = sext i32 %116 to i64
+  %118 = getelementptr inbounds [8 x <8 x float>], ptr %16, i64 0, i64 %117
+  %119 = load <8 x float>, ptr %118, align 32
+  %120 = call <8 x float> @fma_(<8 x float> noundef %110, <8 x float> noundef %111, <8 x float> noundef %119)
+  %121 = load i32, ptr %23, align 4
+  %122 = load i32, ptr %15, align 4
+  %123 = mul nsw i32 %121, %122
+  %124 = load i32, ptr %21, align 4
+  %125 = add nsw i32 %123, %124
+  %126 = sext i32 %125 to i64
+  %127 = getelementptr inbounds [8 x <8 x float>], ptr %16, i64 0, i64 %126
+  store <8 x float> %120, ptr %127, align 32
   br label %128
 
 128:
-  %129 = load i64, ptr %17, align 8
-  %130 = add nsw i64 %129, 1
-  store i64 %130, ptr %17, align 8
-  br label %54, !llvm.loop !77
+  %129 = load i32, ptr %23, align 4
+  %130 = add nsw i32 %129, 1
+  store i32 %130, ptr %23, align 4
+  br label %95, !llvm.loop !62
 
 131:
-  store i32 0, ptr %23, align 4
   br label %132
 
 132:
-  %133 = load i32, ptr %23, align 4
-  %134 = load i32, ptr %12, align 4
-  %135 = load i32, ptr %13, align 4
-  %136 = mul nsw i32 %134, %135
-  %137 = icmp slt i32 %133, %136
-  br i1 %137, label %139, label %138
+  %133 = load i32, ptr %21, align 4
+  %134 = add nsw i32 %133, 1
+  store i32 %134, ptr %21, align 4
+  br label %79, !llvm.loop !63
 
-138:
-  store i32 14, ptr %18, align 4
-  br label %161
+135:
+  br label %136
+
+136:
+  %137 = load i64, ptr %18, align 8
+  %138 = add nsw i64 %137, 1
+  store i64 %138, ptr %18, align 8
+  br label %62, !llvm.loop !64
 
 139:
-  %140 = load ptr, ptr %10, align 8
-  %141 = load i32, ptr %23, align 4
+  store i32 0, ptr %24, align 4
+  br label %140
+
+140:
+  %141 = load i32, ptr %24, align 4
   %142 = load i32, ptr %13, align 4
-  %143 = sdiv i32 %141, %142
-  %144 = sext i32 %143 to i64
-  %145 = load i64, ptr @head_dim, align 8
-  %146 = mul nsw i64 %144, %145
-  %147 = getelementptr inbounds float, ptr %140, i64 %146
-  %148 = load i32, ptr %23, align 4
-  %149 = load i32, ptr %13, align 4
-  %150 = srem i32 %148, %149
-  %151 = mul nsw i32 %150, 8
+  %143 = load i32, ptr %15, align 4
+  %144 = mul nsw i32 %142, %143
+  %145 = icmp slt i32 %141, %144
+  br i1 %145, label %147, label %146
+
+146:
+  store i32 14, ptr %19, align 4
+  br label %172
+
+147:
+  %148 = load ptr, ptr %10, align 8
+  %149 = load i32, ptr %24, align 4
+  %150 = load i32, ptr %15, align 4
+  %151 = sdiv i32 %149, %150
   %152 = sext i32 %151 to i64
-  %153 = getelementptr inbounds float, ptr %147, i64 %152
-  %154 = load i32, ptr %23, align 4
-  %155 = sext i32 %154 to i64
-  %156 = getelementptr inbounds [16 x <8 x float>], ptr %15, i64 0, i64 %155
-  %157 = load <8 x float>, ptr %156, align 32
-  call void @store(ptr noundef %153, <8 x float> noundef %157)
-  br label %158
+  %153 = load i64, ptr @head_dim, align 8
+  %154 = add nsw i64 %153, 2
+  %155 = mul nsw i64 %152, %154
+  %156 = getelementptr inbounds float, ptr %148, i64 %155
+  %157 = load i32, ptr %24, align 4
+  %158 = load i32, ptr %15, align 4
+  %159 = srem i32 %157, %158
+  %160 = mul nsw i32 %159, 8
+  %161 = sext i32 %160 to i64
+  %162 = getelementptr inbounds float, ptr %156, i64 %161
+  %163 = load i64, ptr %12, align 8
+  %164 = call i64 @least(i64 noundef %163, i64 noundef 8)
+  %165 = load i32, ptr %24, align 4
+  %166 = sext i32 %165 to i64
+  %167 = getelementptr inbounds [8 x <8 x float>], ptr %16, i64 0, i64 %166
+  %168 = load <8 x float>, ptr %167, align 32
+  call void @store_some(ptr noundef %162, i64 noundef %164, <8 x float> noundef %168)
+  br label %169
 
-158:
-  %159 = load i32, ptr %23, align 4
-  %160 = add nsw i32 %159, 1
-  store i32 %160, ptr %23, align 4
-  br label %132, !llvm.loop !78
+169:
+  %170 = load i32, ptr %24, align 4
+  %171 = add nsw i32 %170, 1
+  store i32 %171, ptr %24, align 4
+  br label %140, !llvm.loop !65
 
-161:
+172:
+  ret void
+}
+
+define internal void @store_some(ptr noundef %0, i64 noundef %1, <8 x float> noundef %2) #11 {
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca <8 x float>, align 32
+  store ptr %0, ptr %4, align 8
+  store i64 %1, ptr %5, align 8
+  store <8 x float> %2, ptr %6, align 32
+  %7 = load ptr, ptr %4, align 8
+  %8 = load i64, ptr %5, align 8
+  %9 = mul nsw i64 %8, 4
+  call void @llvm.memcpy.p0.p0.i64(ptr align 4 %7, ptr align 32 %6, i64 %9, i1 false)
   ret void
 }
 
@@ -5840,7 +5209,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %62 = load i32, ptr %13, align 4
   %63 = add nsw i32 %62, 1
   store i32 %63, ptr %13, align 4
-  br label %53, !llvm.loop !79
+  br label %53, !llvm.loop !66
 
 64:
   store i32 0, ptr %14, align 4
@@ -5880,7 +5249,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %86 = load i32, ptr %14, align 4
   %87 = add nsw i32 %86, 8
   store i32 %87, ptr %14, align 4
-  br label %65, !llvm.loop !80
+  br label %65, !llvm.loop !67
 
 88:
   %89 = load <8 x float>, ptr %11, align 32
@@ -5962,7 +5331,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %143 = load i32, ptr %18, align 4
   %144 = add nsw i32 %143, 8
   store i32 %144, ptr %18, align 4
-  br label %99, !llvm.loop !81
+  br label %99, !llvm.loop !68
 
 145:
   %146 = getelementptr inbounds [8 x <8 x float>], ptr %12, i64 0, i64 0
@@ -6059,7 +5428,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %215 = load i32, ptr %21, align 4
   %216 = add nsw i32 %215, 1
   store i32 %216, ptr %21, align 4
-  br label %159, !llvm.loop !82
+  br label %159, !llvm.loop !69
 
 217:
   br label %218
@@ -6068,7 +5437,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %219 = load i64, ptr %8, align 8
   %220 = add nsw i64 %219, 1
   store i64 %220, ptr %8, align 8
-  br label %39, !llvm.loop !83
+  br label %39, !llvm.loop !70
 
 221:
   ret void
@@ -6092,191 +5461,217 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %8 = alloca i64, align 8
   %9 = alloca i32, align 4
   %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
   store i64 %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
   store i32 %2, ptr %6, align 4
-  %11 = load i64, ptr %4, align 8
-  %12 = add nsw i64 %11, 1
-  %13 = mul nsw i64 %12, 3
-  %14 = load ptr, ptr %5, align 8
-  %15 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
-  %16 = load i64, ptr %15, align 8
-  %17 = sdiv i64 %16, 16
-  %18 = call i64 @least(i64 noundef %13, i64 noundef %17)
-  store i64 %18, ptr %7, align 8
+  %12 = load i64, ptr %4, align 8
+  %13 = add nsw i64 %12, 1
+  %14 = mul nsw i64 %13, 3
+  %15 = load ptr, ptr %5, align 8
+  %16 = getelementptr inbounds nuw %struct.Blocks, ptr %15, i32 0, i32 13
+  %17 = load i64, ptr %16, align 8
+  %18 = sdiv i64 %17, 16
+  %19 = call i64 @least(i64 noundef %14, i64 noundef %18)
+  store i64 %19, ptr %7, align 8
   store i64 0, ptr %8, align 8
-  br label %19
+  br label %20
 
-19:
-  %20 = load i64, ptr %8, align 8
-  %21 = load ptr, ptr %5, align 8
-  %22 = getelementptr inbounds nuw %struct.Blocks, ptr %21, i32 0, i32 11
-  %23 = load i64, ptr %22, align 8
-  %24 = icmp slt i64 %20, %23
-  br i1 %24, label %26, label %25
-
-25:
-  store i32 2, ptr %9, align 4
-  br label %73
+20:
+  %21 = load i64, ptr %8, align 8
+  %22 = load ptr, ptr %5, align 8
+  %23 = getelementptr inbounds nuw %struct.Blocks, ptr %22, i32 0, i32 11
+  %24 = load i64, ptr %23, align 8
+  %25 = icmp slt i64 %21, %24
+  br i1 %25, label %27, label %26
 
 26:
-  %27 = load i64, ptr %4, align 8
-  %28 = mul nsw i64 %27, 3
-  store i64 %28, ptr %10, align 8
-  br label %29
+  store i32 2, ptr %9, align 4
+  br label %119
 
-29:
-  %30 = load i64, ptr %10, align 8
-  %31 = load i64, ptr %7, align 8
-  %32 = icmp slt i64 %30, %31
-  br i1 %32, label %34, label %33
+27:
+  %28 = load i64, ptr %4, align 8
+  %29 = mul nsw i64 %28, 3
+  store i64 %29, ptr %10, align 8
+  br label %30
 
-33:
-  store i32 5, ptr %9, align 4
-  br label %69
+30:
+  %31 = load i64, ptr %10, align 8
+  %32 = load i64, ptr %7, align 8
+  %33 = icmp slt i64 %31, %32
+  br i1 %33, label %35, label %34
 
 34:
-  %35 = load ptr, ptr %5, align 8
-  %36 = getelementptr inbounds nuw %struct.Blocks, ptr %35, i32 0, i32 11
-  %37 = load i64, ptr %36, align 8
-  %38 = load i64, ptr %8, align 8
-  %39 = sub nsw i64 %37, %38
-  %40 = call i64 @least(i64 noundef %39, i64 noundef 4)
-  switch i64 %40, label %65 [
-    i64 1, label %41
-    i64 2, label %46
-    i64 3, label %51
-    i64 4, label %56
-    i64 5, label %61
-    i64 6, label %62
-    i64 7, label %63
-    i64 8, label %64
+  store i32 5, ptr %9, align 4
+  br label %115
+
+35:
+  store i64 0, ptr %11, align 8
+  br label %36
+
+36:
+  %37 = load i64, ptr %11, align 8
+  %38 = icmp slt i64 %37, 16
+  br i1 %38, label %40, label %39
+
+39:
+  store i32 8, ptr %9, align 4
+  br label %111
+
+40:
+  %41 = load ptr, ptr %5, align 8
+  %42 = getelementptr inbounds nuw %struct.Blocks, ptr %41, i32 0, i32 11
+  %43 = load i64, ptr %42, align 8
+  %44 = load i64, ptr %8, align 8
+  %45 = sub nsw i64 %43, %44
+  %46 = call i64 @least(i64 noundef %45, i64 noundef 4)
+  switch i64 %46, label %107 [
+    i64 1, label %47
+    i64 2, label %61
+    i64 3, label %75
+    i64 4, label %89
+    i64 5, label %103
+    i64 6, label %104
+    i64 7, label %105
+    i64 8, label %106
   ]
 
-41:
-  %42 = load ptr, ptr %5, align 8
-  %43 = load i64, ptr %10, align 8
-  %44 = load i64, ptr %8, align 8
-  %45 = load i32, ptr %6, align 4
-  call void @block_rows(ptr noundef %42, i64 noundef %43, i64 noundef %44, i32 noundef 1, i32 noundef %45)
-  br label %65
+47:
+  %48 = load i32, ptr %6, align 4
+  %49 = icmp ne i32 %48, 0
+  br i1 %49, label %50, label %55
 
-46:
-  %47 = load ptr, ptr %5, align 8
-  %48 = load i64, ptr %10, align 8
-  %49 = load i64, ptr %8, align 8
-  %50 = load i32, ptr %6, align 4
-  call void @block_rows(ptr noundef %47, i64 noundef %48, i64 noundef %49, i32 noundef 2, i32 noundef %50)
-  br label %65
-
-51:
-  %52 = load ptr, ptr %5, align 8
-  %53 = load i64, ptr %10, align 8
+50:
+  %51 = load ptr, ptr %5, align 8
+  %52 = load i64, ptr %10, align 8
+  %53 = load i64, ptr %11, align 8
   %54 = load i64, ptr %8, align 8
-  %55 = load i32, ptr %6, align 4
-  call void @block_rows(ptr noundef %52, i64 noundef %53, i64 noundef %54, i32 noundef 3, i32 noundef %55)
-  br label %65
+  call void @integer_tile(ptr noundef %51, i64 noundef %52, i64 noundef %53, i64 noundef %54, i32 noundef 1)
+  br label %60
 
-56:
-  %57 = load ptr, ptr %5, align 8
-  %58 = load i64, ptr %10, align 8
+55:
+  %56 = load ptr, ptr %5, align 8
+  %57 = load i64, ptr %10, align 8
+  %58 = load i64, ptr %11, align 8
   %59 = load i64, ptr %8, align 8
-  %60 = load i32, ptr %6, align 4
-  call void @block_rows(ptr noundef %57, i64 noundef %58, i64 noundef %59, i32 noundef 4, i32 noundef %60)
-  br label %65
+  call void @float_tile(ptr noundef %56, i64 noundef %57, i64 noundef %58, i64 noundef %59, i32 noundef 1)
+  br label %60
+
+60:
+  br label %107
 
 61:
-  br label %65
-
-62:
-  br label %65
-
-63:
-  br label %65
+  %62 = load i32, ptr %6, align 4
+  %63 = icmp ne i32 %62, 0
+  br i1 %63, label %64, label %69
 
 64:
-  br label %65
-
-65:
-  br label %66
-
-66:
-  %67 = load i64, ptr %10, align 8
-  %68 = add nsw i64 %67, 1
-  store i64 %68, ptr %10, align 8
-  br label %29, !llvm.loop !84
+  %65 = load ptr, ptr %5, align 8
+  %66 = load i64, ptr %10, align 8
+  %67 = load i64, ptr %11, align 8
+  %68 = load i64, ptr %8, align 8
+  call void @integer_tile(ptr noundef %65, i64 noundef %66, i64 noundef %67, i64 noundef %68, i32 noundef 2)
+  br label %74
 
 69:
-  br label %70
+  %70 = load ptr, ptr %5, align 8
+  %71 = load i64, ptr %10, align 8
+  %72 = load i64, ptr %11, align 8
+  %73 = load i64, ptr %8, align 8
+  call void @float_tile(ptr noundef %70, i64 noundef %71, i64 noundef %72, i64 noundef %73, i32 noundef 2)
+  br label %74
 
-70:
-  %71 = load i64, ptr %8, align 8
-  %72 = add nsw i64 %71, 4
-  store i64 %72, ptr %8, align 8
-  br label %19, !llvm.loop !85
+74:
+  br label %107
 
-73:
-  ret void
-}
+75:
+  %76 = load i32, ptr %6, align 4
+  %77 = icmp ne i32 %76, 0
+  br i1 %77, label %78, label %83
 
-define internal void @block_rows(ptr noundef %0, i64 noundef %1, i64 noundef %2, i32 noundef %3, i32 noundef %4) #1 {
-  %6 = alloca ptr, align 8
-  %7 = alloca i64, align 8
-  %8 = alloca i64, align 8
-  %9 = alloca i32, align 4
-  %10 = alloca i32, align 4
-  %11 = alloca i32, align 4
-  store ptr %0, ptr %6, align 8
-  store i64 %1, ptr %7, align 8
-  store i64 %2, ptr %8, align 8
-  store i32 %3, ptr %9, align 4
-  store i32 %4, ptr %10, align 4
-  store i32 0, ptr %11, align 4
-  br label %12
+78:
+  %79 = load ptr, ptr %5, align 8
+  %80 = load i64, ptr %10, align 8
+  %81 = load i64, ptr %11, align 8
+  %82 = load i64, ptr %8, align 8
+  call void @integer_tile(ptr noundef %79, i64 noundef %80, i64 noundef %81, i64 noundef %82, i32 noundef 3)
+  br label %88
 
-12:
-  %13 = load i32, ptr %11, align 4
-  %14 = icmp slt i32 %13, 16
-  br i1 %14, label %16, label %15
+83:
+  %84 = load ptr, ptr %5, align 8
+  %85 = load i64, ptr %10, align 8
+  %86 = load i64, ptr %11, align 8
+  %87 = load i64, ptr %8, align 8
+  call void @float_tile(ptr noundef %84, i64 noundef %85, i64 noundef %86, i64 noundef %87, i32 noundef 3)
+  br label %88
 
-15:
-  br label %37
+88:
+  br label %107
 
-16:
-  %17 = load i32, ptr %10, align 4
-  %18 = icmp ne i32 %17, 0
-  br i1 %18, label %19, label %26
+89:
+  %90 = load i32, ptr %6, align 4
+  %91 = icmp ne i32 %90, 0
+  br i1 %91, label %92, label %97
 
-19:
-  %20 = load ptr, ptr %6, align 8
-  %21 = load i64, ptr %7, align 8
-  %22 = load i32, ptr %11, align 4
-  %23 = sext i32 %22 to i64
-  %24 = load i64, ptr %8, align 8
-  %25 = load i32, ptr %9, align 4
-  call void @integer_tile(ptr noundef %20, i64 noundef %21, i64 noundef %23, i64 noundef %24, i32 noundef %25)
-  br label %33
+92:
+  %93 = load ptr, ptr %5, align 8
+  %94 = load i64, ptr %10, align 8
+  %95 = load i64, ptr %11, align 8
+  %96 = load i64, ptr %8, align 8
+  call void @integer_tile(ptr noundef %93, i64 noundef %94, i64 noundef %95, i64 noundef %96, i32 noundef 4)
+  br label %102
 
-26:
-  %27 = load ptr, ptr %6, align 8
-  %28 = load i64, ptr %7, align 8
-  %29 = load i32, ptr %11, align 4
-  %30 = sext i32 %29 to i64
-  %31 = load i64, ptr %8, align 8
-  %32 = load i32, ptr %9, align 4
-  call void @float_tile(ptr noundef %27, i64 noundef %28, i64 noundef %30, i64 noundef %31, i32 noundef %32)
-  br label %33
+97:
+  %98 = load ptr, ptr %5, align 8
+  %99 = load i64, ptr %10, align 8
+  %100 = load i64, ptr %11, align 8
+  %101 = load i64, ptr %8, align 8
+  call void @float_tile(ptr noundef %98, i64 noundef %99, i64 noundef %100, i64 noundef %101, i32 noundef 4)
+  br label %102
 
-33:
-  br label %34
+102:
+  br label %107
 
-34:
-  %35 = load i32, ptr %11, align 4
-  %36 = add nsw i32 %35, 8
-  store i32 %36, ptr %11, align 4
-  br label %12, !llvm.loop !86
+103:
+  br label %107
 
-37:
+104:
+  br label %107
+
+105:
+  br label %107
+
+106:
+  br label %107
+
+107:
+  br label %108
+
+108:
+  %109 = load i64, ptr %11, align 8
+  %110 = add nsw i64 %109, 8
+  store i64 %110, ptr %11, align 8
+  br label %36, !llvm.loop !71
+
+111:
+  br label %112
+
+112:
+  %113 = load i64, ptr %10, align 8
+  %114 = add nsw i64 %113, 1
+  store i64 %114, ptr %10, align 8
+  br label %30, !llvm.loop !72
+
+115:
+  br label %116
+
+116:
+  %117 = load i64, ptr %8, align 8
+  %118 = add nsw i64 %117, 4
+  store i64 %118, ptr %8, align 8
+  br label %20, !llvm.loop !73
+
+119:
   ret void
 }
 
@@ -6393,7 +5788,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %84 = load i32, ptr %18, align 4
   %85 = add nsw i32 %84, 1
   store i32 %85, ptr %18, align 4
-  br label %74, !llvm.loop !87
+  br label %74, !llvm.loop !74
 
 86:
   store i64 0, ptr %19, align 8
@@ -6464,7 +5859,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %133 = load i32, ptr %22, align 4
   %134 = add nsw i32 %133, 1
   store i32 %134, ptr %22, align 4
-  br label %93, !llvm.loop !88
+  br label %93, !llvm.loop !75
 
 135:
   %136 = load ptr, ptr %16, align 8
@@ -6611,7 +6006,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %237 = load i32, ptr %26, align 4
   %238 = add nsw i32 %237, 1
   store i32 %238, ptr %26, align 4
-  br label %176, !llvm.loop !89
+  br label %176, !llvm.loop !76
 
 239:
   br label %240
@@ -6620,7 +6015,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %241 = load i32, ptr %23, align 4
   %242 = add nsw i32 %241, 1
   store i32 %242, ptr %23, align 4
-  br label %138, !llvm.loop !90
+  br label %138, !llvm.loop !77
 
 243:
   store i32 0, ptr %28, align 4
@@ -6768,7 +6163,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %352 = load i32, ptr %32, align 4
   %353 = add nsw i32 %352, 1
   store i32 %353, ptr %32, align 4
-  br label %282, !llvm.loop !91
+  br label %282, !llvm.loop !78
 
 354:
   br label %355
@@ -6777,7 +6172,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %356 = load i32, ptr %28, align 4
   %357 = add nsw i32 %356, 1
   store i32 %357, ptr %28, align 4
-  br label %244, !llvm.loop !92
+  br label %244, !llvm.loop !79
 
 358:
   br label %359
@@ -6790,7 +6185,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %363 = load ptr, ptr %16, align 8
   %364 = getelementptr inbounds i8, ptr %363, i64 %362
   store ptr %364, ptr %16, align 8
-  br label %87, !llvm.loop !93
+  br label %87, !llvm.loop !80
 
 365:
   store i32 0, ptr %35, align 4
@@ -6835,7 +6230,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %394 = load i32, ptr %35, align 4
   %395 = add nsw i32 %394, 1
   store i32 %395, ptr %35, align 4
-  br label %366, !llvm.loop !94
+  br label %366, !llvm.loop !81
 
 396:
   ret void
@@ -6917,7 +6312,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %60 = load i32, ptr %15, align 4
   %61 = add nsw i32 %60, 1
   store i32 %61, ptr %15, align 4
-  br label %49, !llvm.loop !95
+  br label %49, !llvm.loop !82
 
 62:
   store i64 0, ptr %16, align 8
@@ -7146,7 +6541,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %218 = load i32, ptr %27, align 4
   %219 = add nsw i32 %218, 1
   store i32 %219, ptr %27, align 4
-  br label %171, !llvm.loop !96
+  br label %171, !llvm.loop !83
 
 220:
   br label %221
@@ -7155,7 +6550,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %222 = load i32, ptr %24, align 4
   %223 = add nsw i32 %222, 1
   store i32 %223, ptr %24, align 4
-  br label %137, !llvm.loop !97
+  br label %137, !llvm.loop !84
 
 224:
   br label %225
@@ -7164,7 +6559,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %226 = load i32, ptr %22, align 4
   %227 = add nsw i32 %226, 1
   store i32 %227, ptr %22, align 4
-  br label %116, !llvm.loop !98
+  br label %116, !llvm.loop !85
 
 228:
   br label %229
@@ -7173,7 +6568,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %230 = load i32, ptr %18, align 4
   %231 = add nsw i32 %230, 1
   store i32 %231, ptr %18, align 4
-  br label %71, !llvm.loop !99
+  br label %71, !llvm.loop !86
 
 232:
   br label %233
@@ -7186,7 +6581,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %237 = load ptr, ptr %13, align 8
   %238 = getelementptr inbounds i8, ptr %237, i64 %236
   store ptr %238, ptr %13, align 8
-  br label %63, !llvm.loop !100
+  br label %63, !llvm.loop !87
 
 239:
   store i32 0, ptr %29, align 4
@@ -7239,7 +6634,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %276 = load i32, ptr %29, align 4
   %277 = add nsw i32 %276, 1
   store i32 %277, ptr %29, align 4
-  br label %240, !llvm.loop !101
+  br label %240, !llvm.loop !88
 
 278:
   ret void
@@ -7367,13 +6762,13 @@ define internal <8 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr no
   ret <8 x float> %63
 }
 
-declare <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8>, <32 x i8>) #14
+declare <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8>, <32 x i8>) #15
 
-declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1 immarg) #15
+declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1 immarg) #14
 
-declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>) #14
+declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>) #15
 
-declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>) #14
+declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>) #15
 
 attributes #0 = { nounwind }
 attributes #1 = { alwaysinline nounwind }
@@ -7423,21 +6818,21 @@ attributes #17 = { nounwind }
 !24 = !{!"llvm.loop.unroll.full"}
 !25 = distinct !{!25, !7, !24}
 !26 = distinct !{!26, !7, !24}
-!27 = distinct !{!27, !7}
+!27 = distinct !{!27, !7, !24}
 !28 = distinct !{!28, !7}
-!29 = distinct !{!29, !7, !24}
+!29 = distinct !{!29, !7}
 !30 = distinct !{!30, !7, !24}
 !31 = distinct !{!31, !7, !24}
-!32 = distinct !{!32, !7}
+!32 = distinct !{!32, !7, !24}
 !33 = distinct !{!33, !7}
-!34 = distinct !{!34, !7, !24}
-!35 = distinct !{!35, !7}
+!34 = distinct !{!34, !7}
+!35 = distinct !{!35, !7, !24}
 !36 = distinct !{!36, !7}
 !37 = distinct !{!37, !7, !24}
-!38 = distinct !{!38, !7}
+!38 = distinct !{!38, !7, !24}
 !39 = distinct !{!39, !7, !24}
-!40 = distinct !{!40, !7, !24}
-!41 = distinct !{!41, !7, !24}
+!40 = distinct !{!40, !7}
+!41 = distinct !{!41, !7}
 !42 = distinct !{!42, !7}
 !43 = distinct !{!43, !7}
 !44 = distinct !{!44, !7}
@@ -7452,49 +6847,36 @@ attributes #17 = { nounwind }
 !53 = distinct !{!53, !7}
 !54 = distinct !{!54, !7}
 !55 = distinct !{!55, !7}
-!56 = distinct !{!56, !7}
-!57 = distinct !{!57, !7, !24}
+!56 = distinct !{!56, !7, !24}
+!57 = distinct !{!57, !7}
 !58 = distinct !{!58, !7}
-!59 = distinct !{!59, !7, !24}
+!59 = distinct !{!59, !7}
 !60 = distinct !{!60, !7}
-!61 = distinct !{!61, !7}
+!61 = distinct !{!61, !7, !24}
 !62 = distinct !{!62, !7, !24}
-!63 = distinct !{!63, !7}
-!64 = distinct !{!64, !7, !24}
-!65 = distinct !{!65, !7}
+!63 = distinct !{!63, !7, !24}
+!64 = distinct !{!64, !7}
+!65 = distinct !{!65, !7, !24}
 !66 = distinct !{!66, !7}
-!67 = distinct !{!67, !7}
-!68 = distinct !{!68, !7}
+!67 = distinct !{!67, !7, !24}
+!68 = distinct !{!68, !7, !24}
 !69 = distinct !{!69, !7}
 !70 = distinct !{!70, !7}
 !71 = distinct !{!71, !7}
-!72 = distinct !{!72, !7, !24}
-!73 = distinct !{!73, !7, !24}
+!72 = distinct !{!72, !7}
+!73 = distinct !{!73, !7}
 !74 = distinct !{!74, !7, !24}
 !75 = distinct !{!75, !7, !24}
 !76 = distinct !{!76, !7, !24}
-!77 = distinct !{!77, !7}
+!77 = distinct !{!77, !7, !24}
 !78 = distinct !{!78, !7, !24}
-!79 = distinct !{!79, !7}
-!80 = distinct !{!80, !7, !24}
+!79 = distinct !{!79, !7, !24}
+!80 = distinct !{!80, !7}
 !81 = distinct !{!81, !7, !24}
-!82 = distinct !{!82, !7}
-!83 = distinct !{!83, !7}
-!84 = distinct !{!84, !7}
+!82 = distinct !{!82, !7, !24}
+!83 = distinct !{!83, !7, !24}
+!84 = distinct !{!84, !7, !24}
 !85 = distinct !{!85, !7}
 !86 = distinct !{!86, !7, !24}
-!87 = distinct !{!87, !7, !24}
+!87 = distinct !{!87, !7}
 !88 = distinct !{!88, !7, !24}
-!89 = distinct !{!89, !7, !24}
-!90 = distinct !{!90, !7, !24}
-!91 = distinct !{!91, !7, !24}
-!92 = distinct !{!92, !7, !24}
-!93 = distinct !{!93, !7}
-!94 = distinct !{!94, !7, !24}
-!95 = distinct !{!95, !7, !24}
-!96 = distinct !{!96, !7, !24}
-!97 = distinct !{!97, !7, !24}
-!98 = distinct !{!98, !7}
-!99 = distinct !{!99, !7, !24}
-!100 = distinct !{!100, !7}
-!101 = distinct !{!101, !7, !24}

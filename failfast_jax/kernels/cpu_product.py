@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Shaped
 from failfast_jax.kernels import cpu_kernels
 from failfast_jax.kernels.cpu_kernels import DTYPES, MAX_WIDTH
 
-LEAST_OUTPUTS = 6
-"""Outputs of the widest tile in `cpu_kernels.c`."""
+LEAST_OUTPUTS = 3
+"""Outputs of a tile; equals TILE_OUTPUTS in `cpu_kernels.c`."""
 
 
 def serves(*, width: int, outputs: int, dtype: DTypeLike) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from failfast_jax.checkpoints import checkpoint, orbax_folder
 from failfast_jax.checkpoints.checkpoint import as_dtype
+from failfast_jax.checkpoints.hub import OLDER_TOKENIZERS, TOKENIZER_FILES
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config_keys import FAMILIES
@@ -24,10 +25,7 @@ from failfast_jax.util import command_line
 from failfast_jax.util.files import claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.util.progress import add_flags
 
-SIDE_FILES = """
-    generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
-    merges.txt vocab.txt tokenizer.model chat_template.jinja chat_template.json
-    """.split()
+SIDE_FILES = ("generation_config.json", *TOKENIZER_FILES, *OLDER_TOKENIZERS, "chat_template.json")
 """Copied unchanged if the source has them."""
 # Room for JSON, tokenizer files written anew, and the file system's own blocks.
 SPARE_BYTES = 32 * 2**20

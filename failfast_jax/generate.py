@@ -82,10 +82,9 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
         source = f"--prompt-file {args.prompt_file}"
         try:
             prompt = read_text(args.prompt_file, 4 * LONGEST_TEXT)
-        except OSError as error:
-            raise OptionError(f"--prompt-file {describe_os_error(error)}") from None
-        except ValueError as error:  # a null character in the path, or the file's content
-            raise OptionError(f"--prompt-file {error}") from None
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path, or the file's content
+            reason = describe_os_error(error) if isinstance(error, OSError) else error
+            raise OptionError(f"--prompt-file {reason}") from None
     else:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)

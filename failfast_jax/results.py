@@ -120,15 +120,8 @@ class Stats:
     @classmethod
     def of(cls, log: RowLog, **measured: Any) -> Stats:
         """Counts of a log, with measured values for all other fields."""
-        return cls(
-            rounds=len(log.rounds),
-            drafted=log.drafted,
-            accepted=log.accepted,
-            drafter_passes=log.drafter_passes,
-            target_passes=log.target_passes,
-            adopted_passes=log.adopted_passes,
-            **measured,
-        )
+        counted = ("drafted", "accepted", "drafter_passes", "target_passes", "adopted_passes")
+        return cls(rounds=len(log.rounds), **{name: getattr(log, name) for name in counted}, **measured)
 
 
 def acceptance_summary(rounds: int, drafted: int, accepted: int) -> str:

@@ -155,13 +155,14 @@ class Settings:
         window = integer(self.raw, "sliding_window", self.where, most=values.LARGEST_ID)
         return tuple(window if kind == SLIDING else None for kind in kinds)
 
-    def check(self) -> None:
-        """Checks the keys that nobody asked for.
+    def read(self, read_keys: Callable[[Settings, ModelConfig | None], Any], target: ModelConfig | None) -> Any:
+        """Returns the network's configuration, see `DrafterLayout`, after a check of the keys that were not read.
 
         Raises:
           CheckpointError: the weights are quantised.
           ConfigError: a key changes drafts, or may.
         """
+        config = read_keys(self, target)
         config_keys.check_not_quantised(self.raw, self.where)
         known = self._read | config_keys.READ | {*NESTED, "auto_map"}
         advice = "; look there if few drafts are accepted"
@@ -170,6 +171,7 @@ class Settings:
             # As publishers write them, null and 0 are off.
             active = {k: v for k, v in unread.items() if v or (v == 0 and k in config_keys.NEUTRAL)}
             config_keys.check_unread(active, self.where, "drafts", place=home, advice=advice)
+        return config
 
 
 class OpenedDrafter(NamedTuple):
@@ -210,12 +212,7 @@ class DrafterLayout:
 
     def read_config(self, raw: Mapping[str, Any], where: str, target: ModelConfig | None = None) -> Any:
         """Reads `config.json`; ConfigError: a value that is not served, or an unread key that changes drafts."""
-        return self._read(Settings(raw, where), target)
-
-    def _read(self, settings: Settings, target: ModelConfig | None) -> Any:
-        config = self.read_keys(settings, target)
-        settings.check()
-        return config
+        return Settings(raw, where).read(self.read_keys, target)
 
     def open(
         self,
@@ -236,7 +233,7 @@ class DrafterLayout:
           ConfigError: a configuration that cannot be served, or a drafter of another target.
         """
         settings = Settings(raw, str(folder / "config.json"), rope_theta)
-        config = self._read(settings, target)
+        config = settings.read(self.read_keys, target)
         check_target(config, target, folder, target_name, *settings.trained_for)
         tensors = safetensors_file.folder_tensors(folder, safetensors_file.DTYPES | safetensors_file.INTEGERS)
         vocab, count, ids = config.base.vocab_size, config.draft_vocab, None

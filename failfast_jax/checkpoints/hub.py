@@ -14,15 +14,12 @@ from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.util import progress
 from failfast_jax.util.files import read_json, user_path
 
-NEEDED = """
-    config.json generation_config.json model.safetensors.index.json tokenizer.json tokenizer_config.json
-    chat_template.jinja *.jinja
-    """.split()
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OLDER_TOKENIZERS = "tokenizer.model vocab.json merges.txt vocab.txt added_tokens.json special_tokens_map.json".split()
+"""Files of tokenizers without `tokenizer.json`."""
+NEEDED = ["config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES, "*.jinja"]
 """Files of a repository that a model with `tokenizer.json` is read from, and patterns; weights come after them."""
-OTHERS = """
-    tokenizer.model vocab.json merges.txt vocab.txt added_tokens.json special_tokens_map.json adapter_config.json
-    spiffy.json
-    """.split()
+OTHERS = [*OLDER_TOKENIZERS, "adapter_config.json", "spiffy.json"]
 """Further ones, which are downloaded, and can be done without where the Hub is out of reach."""
 WEIGHTS = ["model.safetensors"]
 ANSWER_S = 5.0

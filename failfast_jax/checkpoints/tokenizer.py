@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.checkpoints.hub import OLDER_TOKENIZERS, TOKENIZER_FILES, resolve_source
 from failfast_jax.errors import CheckpointError, PromptError, explaining, quoted
 from failfast_jax.models.model_config import ENDS, ModelConfig
 from failfast_jax.template_rendering import has_template, prepare
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
 """Classes of transformers that read `vocab.json` and `merges.txt`; `tokenizer.json` needs none."""
 SENTENCEPIECE, WHOLE, SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
-FILES = (WHOLE, SETTINGS, SENTENCEPIECE, "vocab.json", "merges.txt", "added_tokens.json")
-FILES += ("special_tokens_map.json", "chat_template.jinja")
-"""The files of a folder that transformers reads."""
 PATIENCE_S, CHARACTERS_A_SECOND = 30.0, 50_000
 """A text may take so many seconds to tokenize, and one more for so many characters: a hundred times what it takes."""
 SHORT = 64
@@ -71,7 +68,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str], file: Any = None) -> 
 
 def _class_of(folder: Path) -> str | None:
     """The class of transformers that reads a folder's tokenizer, or SENTENCEPIECE; None: it has none."""
-    there = {name for name in FILES if is_regular_file(folder / name)}
+    there = {name for name in (*TOKENIZER_FILES, *OLDER_TOKENIZERS) if is_regular_file(folder / name)}
     for name in there:
         if (size := (folder / name).stat().st_size) > LARGEST_TEXT:
             raise CheckpointError(f"{folder / name}: {size} bytes; at most {LARGEST_TEXT} are read")

@@ -17,9 +17,8 @@ from typing import Any
 from failfast_jax.errors import ConfigError, OptionError, named
 from failfast_jax.util import processes
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of full disks, and of files that may not be written."""
+ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "; make room there, or name another folder")
+ADVICE |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "; name a folder that may be written")
 
 
 def user_path(text: str | os.PathLike[str]) -> Path:
@@ -125,9 +124,7 @@ def describe_os_error(error: OSError) -> str:
     """Formats an error of the operating system for the user: path, reason and, if known, the remedy."""
     if error.errno is None or error.filename is None:
         return str(error)
-    advice = "; make room there, or name another folder" if error.errno in FULL else ""
-    advice = "; name a folder that may be written" if error.errno in CLOSED else advice
-    return f"{os.fspath(error.filename)}: {error.strerror}{advice}"
+    return f"{os.fspath(error.filename)}: {error.strerror}{ADVICE.get(error.errno, '')}"
 
 
 @contextlib.contextmanager

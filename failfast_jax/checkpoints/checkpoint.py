@@ -197,7 +197,7 @@ class Checkpoint:
             place=place,
             convert=convert,
             progress=progress,
-            as_stored=not widen,
+            widen=widen,
             advised=[f"{flag} {scheme}" for scheme, bits in quantization.SCHEMES.items() if bits < most_bits],
         )
         return self.abstract_module(dtype).filled(values)
@@ -209,7 +209,7 @@ class Checkpoint:
         place: Place | None = None,
         convert: Convert | None = None,
         progress: bool | None = None,
-        as_stored: bool = False,
+        widen: bool = True,
         advised: Iterable[str] = (),
     ) -> dict[str, Any]:
         """Reads the parameters by their paths: several at a time, each process its devices' parts.
@@ -219,7 +219,7 @@ class Checkpoint:
           place: the sharding of a parameter, given its path and its shape; None: the default device.
           convert: the arrays that replace a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`, also for errors.
-          as_stored: keep matrices that are stored in blocks so, and not widened.
+          widen: turn matrices that are stored in blocks into floats.
           advised: flags that save memory, `--quantize int8`.
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
@@ -238,10 +238,8 @@ class Checkpoint:
 
         doing = f"{self.path}: {size / 1e9:.2f} GB of parameters"
         with explain_out_of_memory(doing, layouts=layouts):
-            arrays = (
-                self._read_orbax(wanted) if self.table is None else self._read_files(wanted, size, progress, as_stored)
-            )
-            for name, value in arrays:
+            files = self.table is not None
+            for name, value in self._read_files(wanted, size, progress, widen) if files else self._read_orbax(wanted):
                 values |= {name: value} if convert is None else convert(name, value)
         return values
 
@@ -252,13 +250,13 @@ class Checkpoint:
             yield name, restored.pop(name)
 
     def _read_files(
-        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None, as_stored: bool
+        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None, widen: bool
     ) -> Iterator[tuple[str, jax.Array | BlockMatrix]]:
         plan = self.check()
 
         def assemble(name: str) -> sharding.Blocks | BlockMatrix:
             array = wanted[name]
-            if as_stored and plan.has_blocks(name):
+            if plan.has_blocks(name) and not widen:
                 return _divisible(name, plan.assemble_blocks(name, array.shape), array)
             blocks = sharding.blocks_here(array.sharding, array.shape)
             return {block: plan.assemble(name, array.shape, array.dtype, block) for block in blocks}

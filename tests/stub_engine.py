@@ -47,7 +47,6 @@ class StubEngine(FailFast):
         self.text, self.max_seq_len = text, max_seq_len
         self.tokenizer, self.target_name = StubTokenizer(), "stub"
         self.given: list[tuple] = []
-        self.streamed = 0
         self.fail_after: int | None = None
         self.wrong: set[str] = set()
         self.cold: set[tuple] = set()
@@ -62,10 +61,6 @@ class StubEngine(FailFast):
 
     def build_drafter(self, config):
         return Drafter()
-
-    def stream(self, prompts, config):
-        self.streamed += 1
-        yield None
 
     def generate(self, prompts, config) -> list[Result]:
         if self.fail_after is not None and len(self.given) >= self.fail_after:

@@ -138,14 +138,11 @@ class AnswerLog:
         """Returns the records of a run's folder, to look at.
 
         Raises:
-          ValueError: there are none.
+          ValueError, OSError: there are none.
         """
-        path = folder / RECORDS
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file")
-        log = cls.of(read_lines(path)[0])
+        log = cls.of(read_lines(folder / RECORDS)[0])
         if not log.answers:
-            raise ValueError(f"{path}: holds no answers")
+            raise ValueError(f"{folder / RECORDS}: holds no answers")
         return log
 
     def _keep(self, record: Record) -> None:

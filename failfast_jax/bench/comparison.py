@@ -152,7 +152,6 @@ class Comparison:
             raise ValueError("--methods: none of them can run here")
         self._questions = {(d.name, q.id): q for d in plan.datasets for q in d.questions}
         self._ids: dict[tuple[str, str], list[int]] = {}
-        self._warm: set[tuple] = set()
 
     def identity(self, host: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what records must agree on; `host` is `hardware.machine`."""
@@ -260,13 +259,7 @@ class Comparison:
             engine.corpus = Corpus(row.options[CORPUS])
             for earlier in itertools.takewhile(lambda other: other != questions[0], self._in_order(dataset)):
                 engine.corpus.add(self.encode(dataset, earlier) + self._vanilla_ids(dataset, earlier))
-        prompts = [self.encode(dataset, question) for question in questions]
-        longest = max(map(len, prompts)) + config.max_new_tokens
-        bucket = (row.label, len(prompts), longest.bit_length())
-        if bucket not in self._warm:
-            next(engine.stream(prompts, config))  # compiles everything, and stops after one round
-            self._warm.add(bucket)
-        return warm_answers(engine, prompts, config)
+        return warm_answers(engine, [self.encode(dataset, question) for question in questions], config)
 
     def _answer(self, turn: Turn, bar: tqdm) -> None:
         """Gives and records the answers of a turn that have no record."""

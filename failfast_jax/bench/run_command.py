@@ -40,9 +40,8 @@ def work(args: argparse.Namespace) -> int:
     if args.redraw:
         plots.draw_all(out)
         return 0
-    plan = check(config)
     with sole_writer(out):
-        return compare(plan, out)
+        return compare(check(config), out)
 
 
 def check(config: RunConfig) -> RunPlan:
@@ -52,8 +51,6 @@ def check(config: RunConfig) -> RunPlan:
       ValueError: options, datasets, models or packages that are missing or cannot be served.
     """
     rows, datasets = config.chosen_rows(), config.read_datasets()
-    if user_path(config.out).is_file():
-        raise ValueError(f"--out {config.out}: is a file; name a folder")
     if config.figures:
         plots.figure_class(plots.OR_WITHOUT)
     for scoring_rule, package in SCORERS.items():

@@ -252,8 +252,7 @@ def prefill_chunk(
       width: number of positions, one of the plan's widths; static.
       parts: the models to run, for plans in which their widths differ.
     """
-    batch = state.length.shape[0]
-    features = jnp.zeros((batch, width, 0, target.config.hidden_size), target.dtype)
+    features = jnp.zeros((len(state.length), width, 0, target.config.hidden_size), target.dtype)
     if "target" in parts:
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
         starts = jnp.full_like(state.length, start)

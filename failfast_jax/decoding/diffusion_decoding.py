@@ -244,8 +244,7 @@ def _denoise(
 
     if not block_cache:
         return run(state.cache, running, at, block, work.rows)
-    first_is_masked = jnp.take_along_axis(work.masked, work.small[:, None], 1)[:, 0]
-    partial = running & ~work.full & ~state.fresh & ~first_is_masked
+    partial = running & ~work.full & ~state.fresh & ~work.masked_inside[:, 0]
     whole = running & ~partial
     nothing = jnp.zeros((*work.rows.shape, model.config.hidden_size), model.dtype)
     hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, work.rows), (nothing, state.cache))

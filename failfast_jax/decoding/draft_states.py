@@ -91,8 +91,7 @@ class Copies:
             masked=flat,
             small=jnp.argmax(flat, 1) // work.small_block * work.small_block,
         )
-        first_is_masked = jnp.take_along_axis(flat, works.small[:, None], 1)[:, 0]
-        partial = (~works.full & ~first_is_masked).reshape(batch, count)
+        partial = (~works.full & ~works.masked_inside[:, 0]).reshape(batch, count)
         # A draft's pass follows one over the same block, whose cache is then there.
         partial &= ~state.fresh[:, None] | (jnp.arange(count) > 0)
         return cls(

@@ -63,7 +63,6 @@ class Drafter:
 
     def planned(self, widths: tuple[int, ...]) -> Drafter:
         """Returns a copy specialised to these verify widths. Default: self."""
-        del widths
         return self
 
     def refilled(self) -> Drafter:
@@ -74,7 +73,6 @@ class Drafter:
     def init(self, batch: int, capacity: int) -> Any:
         """Returns the state for `batch` empty sequences: arrays whose first axis is the batch, and scalars of all rows.
         `capacity` positions include `window`."""
-        del batch, capacity
         return ()
 
     def prefill(
@@ -92,13 +90,11 @@ class Drafter:
           features: the target's residual stream at these positions, of the F layers `feature_layers`; final where
             `position < length - 1`.
         """
-        del committed, start, width, features
         return state
 
     def held(self, state: Any, committed: Committed) -> Int[Array, " B"]:
         """Returns how many leading positions have final keys and values in the state's caches, at most
         `committed.length` - 1: another text with the same beginning need not prefill them again."""
-        del state
         return committed.length - 1
 
     def draft(self, state: Any, committed: Committed) -> tuple[Draft, Any]:
@@ -108,5 +104,4 @@ class Drafter:
 
     def commit(self, state: Any, outcome: Outcome) -> Any:
         """Returns the state after a round with this `outcome`: texts, draft, and how much of it was accepted."""
-        del outcome
         return state

@@ -102,9 +102,8 @@ def _nucleus(
     floor = _largest(31, mass_reached, scaled.shape[:-1])
     # Rounding may keep the whole mass just below top_p = 1: then the floor is 0 and everything stays.
     floor = jnp.where(top_p < 1.0, floor, 0)
-    highest = probability.max(-1, keepdims=True)
     # Processors take a top_p below the smallest normal number for 0, which even no token at all would reach.
-    single = (top_p < 1.0)[..., None] & (highest >= top_p[..., None])
+    single = (top_p < 1.0)[..., None] & (probability.max(-1, keepdims=True) >= top_p[..., None])
     kept = jnp.where(single, _first(logits == logits.max(-1, keepdims=True)), bits >= floor[..., None])
     return jnp.where(kept, scaled, -jnp.inf)
 
@@ -159,10 +158,8 @@ def where_sampled(sampled: Callable, greedy: Callable, sampling: Sampling, execu
         # One sequence after another: noise for a whole vocabulary is dear, and only some may need it.
         return sampled(sampling, *arrays) if alone else jax.lax.map(of_sequence, (sampling, *arrays))
 
-    places = (P(execution.batch), *[columns] * len(arrays))
-    local = execution.per_device(local, places, columns)
-    any_sampled = jnp.any(sampling.temperature > 0)
-    return jax.lax.cond(any_sampled, local, lambda _, x, *rest: greedy(x), sampling, *arrays)
+    local = execution.per_device(local, (P(execution.batch), *[columns] * len(arrays)), columns)
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), local, lambda _, x, *rest: greedy(x), sampling, *arrays)
 
 
 def pick(

@@ -43,7 +43,6 @@ class StopRule:
 
     def init(self, batch: int) -> Any:
         """Returns the memory before the first round: a pytree of arrays whose first axis is the batch; here none."""
-        del batch
         return ()
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
@@ -56,7 +55,6 @@ class StopRule:
 
     def learn(self, memory: Any, outcome: Outcome) -> Any:
         """Returns the memory after a round, in which `outcome.agreed` of `outcome.draft.length` tokens became text."""
-        del outcome
         return memory
 
 

@@ -151,8 +151,7 @@ class _Verification:
     def tree(self, plan: Plan) -> tuple[Verified, DecodeState]:
         """Verifies a tree; the keys and values of the longest agreeing path become the text's."""
         carry = self.zeros(self.proposal.tokens.shape[1] + 1), jnp.zeros_like(self.state.length), self.state.target
-        needed = self.needed(self.proposal.tree.size)
-        results, accepted, cache = narrowest(plan.widths, needed, self.tree_pass, carry)
+        results, accepted, cache = narrowest(plan.widths, self.needed(self.proposal.tree.size), self.tree_pass, carry)
         return self.verified(results, accepted, jnp.int32(1), cache)
 
 

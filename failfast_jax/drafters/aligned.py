@@ -82,8 +82,7 @@ class Aligned(BlockDrafter):
         return MOST_BLOCKS * self.block + self.block
 
     def init(self, batch, capacity):
-        state = super().init(batch, capacity)
-        return state.replace(memory=self.rule.init(batch), doubted=jnp.zeros((batch,), bool))
+        return super().init(batch, capacity).replace(memory=self.rule.init(batch), doubted=jnp.zeros((batch,), bool))
 
     def draft(self, state, committed):
         zeros = jnp.zeros_like(committed.length)

@@ -77,7 +77,6 @@ class BlockDrafter(Drafter):
         return BlockState(cache=self.model.init_cache(batch, capacity), cached=jnp.zeros((batch,), jnp.int32))
 
     def prefill(self, state, committed, start, width, features):
-        del features
         # The block with the row of the first draft, and later ones, are left to the rounds.
         tokens = gather_window(committed.tokens, jnp.full_like(committed.length, start), width)
         starts = jnp.full_like(committed.length, start)

@@ -224,8 +224,7 @@ class EagleTree(EagleDrafter):
 
     def _best(self, hidden: Float[Array, "*R E"]) -> tuple[Float[Array, "*R k"], Int[Array, "*R k"]]:
         """Log-probabilities and token ids of what most probably comes next, by falling probability."""
-        logits = jax.nn.log_softmax(self.model.network.logits_of(hidden), -1)
-        score, ids = jax.lax.top_k(logits, self.top_k)
+        score, ids = jax.lax.top_k(jax.nn.log_softmax(self.model.network.logits_of(hidden), -1), self.top_k)
         return score, self.model.draft_ids[ids]
 
     def _pass(self, first: Int[Array, " B"], index: Int[Array, ""], growing: _Growing) -> _Growing:

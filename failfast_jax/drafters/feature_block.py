@@ -251,8 +251,7 @@ class FeatureBlockDrafter(ChunkedDrafter):
         narrow = ids is not None and not self.sampled
         # Distributions are over the target's ids.
         logits = logits if narrow else self.model.over_vocabulary(logits)
-        with_confidence = self.model.network.confidence is None
-        tokens, confidence, q = self.propose(logits, positions, committed, with_confidence)
+        tokens, confidence, q = self.propose(logits, positions, committed, self.model.network.confidence is None)
         return ids[tokens] if narrow else tokens, confidence, q
 
     def _markov_state(

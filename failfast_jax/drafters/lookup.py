@@ -83,8 +83,7 @@ class Lookup(Drafter):
 
     def draft(self, state, committed):
         match, after = longest_match(committed)
-        length = jnp.minimum(self.draft_length(match), committed.room)
-        length = jnp.where(committed.running, length, 0)
+        length = jnp.where(committed.running, jnp.minimum(self.draft_length(match), committed.room), 0)
         # A continuation that reaches the end of the text goes on with itself.
         period = jnp.maximum(committed.length - after, 1)
         offsets = after[:, None] + jnp.arange(self.max_draft) % period[:, None]

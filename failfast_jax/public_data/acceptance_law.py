@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
+
+from failfast_jax.util.files import read_json
 
 CHUNK = 10
 """Tokens that an expansion adds (N): the paper's setting."""
@@ -59,8 +60,7 @@ class Statistics:
 @functools.cache
 def appendix_b() -> dict[str, Any]:
     """Returns Appendix B, and the authors' latency constants."""
-    path = Path(__file__).parent / "failfast_appendix_b.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(Path(__file__).with_name("failfast_appendix_b.json"))
 
 
 def published_for(target: str, dataset: str, method: str = "failfast") -> Statistics:

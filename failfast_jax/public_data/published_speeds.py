@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from failfast_jax.util.files import read_json
 from failfast_jax.util.tables import markdown
 
 Range = tuple[float, float]
@@ -84,8 +84,7 @@ class Measurement:
 @functools.cache
 def data() -> dict[str, Any]:
     """Returns the file's `sources` and `measurements`."""
-    path = Path(__file__).parent / "published_speeds.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(Path(__file__).with_name("published_speeds.json"))
 
 
 def measurements() -> list[Measurement]:
@@ -93,8 +92,7 @@ def measurements() -> list[Measurement]:
     loads = []
     for record in data()["measurements"]:
         passes = {int(devices): Passes(**ms) for devices, ms in record["passes_ms"].items()}
-        changes = {"tokens_a_round": tuple(record["tokens_a_round"]), "passes_ms": passes}
-        loads.append(Measurement(**record | changes))
+        loads.append(Measurement(**record | {"tokens_a_round": tuple(record["tokens_a_round"]), "passes_ms": passes}))
     return loads
 
 

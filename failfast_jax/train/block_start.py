@@ -258,8 +258,7 @@ def fit_inputs(
     scale = np.diag(inner) / count
     penalty = ridge * count * np.diag(np.where(scale > 0, scale, 1))
     penalty[-1, -1] = 0
-    solution = np.linalg.solve(inner + penalty, cross)
-    fuse, token, constant, _ = np.split(solution, ends)
+    fuse, token, constant, _ = np.split(np.linalg.solve(inner + penalty, cross), ends)
     # The other rows share the first one's projections and have no token of their own.
     offsets = (goals - guesses @ fuse) / np.maximum(counts, 1)[:, None]
     offsets[0] = constant[0]

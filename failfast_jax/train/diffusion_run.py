@@ -116,8 +116,7 @@ class DiffusionObjective(Objective):
         return self._abstract.filled({name: value.astype(dtype) for name, value in trainable.items()})
 
     def loss(self, trainable, constants, batch, key):
-        model = self.model(trainable, constants, self.config.dtype)
-        return loss(model, batch, key, self.config, spread=self.spread)
+        return loss(self.model(trainable, constants, self.config.dtype), batch, key, self.config, spread=self.spread)
 
     def save(self, trainable, folder, *, storage="bfloat16", **extra):
         save_fast_dllm(folder, self.model_config, trainable, self.tokenizers[1], storage=storage, **extra)

@@ -133,7 +133,7 @@ def test_the_command(preset, tmp_path, capsys):
     drawn = ("latency", "strip", "passes", "easy_regions")
     assert {f.name for f in out.iterdir()} == {"paper.md", *(f"{n}.{kind}" for n in drawn for kind in ("png", "svg"))}
     assert main(["paper", str(tmp_path)]) == 2
-    assert "records.jsonl: no such file" in capsys.readouterr().err
+    assert "records.jsonl: No such file" in capsys.readouterr().err
     records = run / "records.jsonl"
     records.write_text(records.read_text().replace('"drafter": {"kind"', '"old": {"kind"'))
     assert main(["paper", str(run)]) == 2

@@ -164,8 +164,7 @@ def published_of(target: str) -> pd.DataFrame:
                 "verify_ms": table["rounds"] * statistics.target_step_ms,
             }
     places = [[row for row, _ in lines], [dataset for _, dataset in lines]]
-    index = pd.MultiIndex.from_arrays(places, names=["row", "dataset"])
-    return pd.DataFrame(list(lines.values()), index=index)
+    return pd.DataFrame(list(lines.values()), pd.MultiIndex.from_arrays(places, names=["row", "dataset"]))
 
 
 def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:

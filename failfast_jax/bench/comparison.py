@@ -101,15 +101,6 @@ def logit_gap(engine: FailFast, ids: list[int]) -> float:
     return float(best - second)
 
 
-def warm_answers(engine: FailFast, prompts: list[list[int]], config: GenerationConfig) -> list[Result]:
-    """Returns answers that neither compiled a program nor read one from the cache."""
-    for _ in range(WARM_UPS):
-        results = engine.generate(prompts, config)
-        if not results[0].stats.compiles + results[0].stats.cache_hits:
-            return results
-    return engine.generate(prompts, config)
-
-
 def promises_equality(config: GenerationConfig) -> bool:
     """Returns whether the output is `vanilla`'s: rejection sampling has its distribution, but draws other samples."""
     return config.temperature == 0 or config.acceptance != "rejection"
@@ -259,7 +250,12 @@ class Comparison:
             engine.corpus = Corpus(row.options[CORPUS])
             for earlier in itertools.takewhile(lambda other: other != questions[0], self._in_order(dataset)):
                 engine.corpus.add(self.encode(dataset, earlier) + self._vanilla_ids(dataset, earlier))
-        return warm_answers(engine, [self.encode(dataset, question) for question in questions], config)
+        prompts = [self.encode(dataset, question) for question in questions]
+        for _ in range(WARM_UPS + 1):
+            results = engine.generate(prompts, config)
+            if not results[0].stats.compiles + results[0].stats.cache_hits:
+                break
+        return results
 
     def _answer(self, turn: Turn, bar: tqdm) -> None:
         """Gives and records the answers of a turn that have no record."""

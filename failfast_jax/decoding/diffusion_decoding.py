@@ -103,11 +103,6 @@ class DiffusionState:
         """Sequences that are not finished."""
         return self.finish == RUNNING
 
-    @property
-    def pass_number(self) -> Int[Array, " B"]:
-        """Number of the next pass, made or adopted: the key of its samples."""
-        return self.passes + self.block_adopted.sum(1)
-
 
 def init_state(
     model: Decoder,
@@ -288,7 +283,8 @@ def after_pass(
     block, mask_token, shift = model.config.block_size, model.config.mask_token_id, model.config.token_shift
     following = state.at[:, None] + jnp.where(work.full[:, None], block, work.inside)
     opens = work.full & shift
-    proposed, confidence, finite = _propose(model, logits, following, state.pass_number, opens, state.sampling)
+    number = state.passes + state.block_adopted.sum(1)  # of the pass, made or adopted: the key of its samples
+    proposed, confidence, finite = _propose(model, logits, following, number, opens, state.sampling)
     wanted = work.masked_inside | opens[:, None]
     failed = active & jnp.any(wanted & ~finite, axis=1)
     sound = active & ~failed

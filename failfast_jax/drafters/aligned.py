@@ -60,22 +60,15 @@ class Aligned(BlockDrafter):
 
     @property
     def shape(self) -> DraftShape:
-        longest = self._longest
+        # A longer draft is asked for only while fewer than max_spec_len confidences were listed; each
+        # storing pass adds a token that is not.
+        longest = (self.max_spec_len + MOST_BLOCKS) // self.spec_len * self.spec_len + self.spec_len
+        longest = min(longest if self.expand else self.spec_len, MOST_BLOCKS * self.block + 1)
         return self.shaped(*range(self.spec_len, longest, self.spec_len), longest)
 
     def describe(self):
         facts = {"kind": "aligned", "spec_len": self.spec_len, "grows": self.expand}
         return facts | {"block": self.block, "shift": self.shift}
-
-    @property
-    def _longest(self) -> int:
-        limit = MOST_BLOCKS * self.block + 1
-        if not self.expand:
-            return min(self.spec_len, limit)
-        # A longer draft is asked for only while fewer than max_spec_len confidences were listed; each
-        # storing pass adds a token that is not.
-        longest = (self.max_spec_len + MOST_BLOCKS) // self.spec_len * self.spec_len + self.spec_len
-        return min(longest, limit)
 
     @property
     def window(self) -> int:

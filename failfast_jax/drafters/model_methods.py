@@ -135,7 +135,9 @@ class FailfastOptions(MethodOptions):
 
     def build(self, site: Site) -> Drafter:
         if self.schedule == "aligned":
-            return self._aligned(site)
+            chunk, longest = lengths(self.spec_len, self.max_spec_len, SPEC_LEN, MAX_SPEC_LEN)
+            drafter = aligned(site, self, rule=self.stopping(chunk, longest), spec_len=chunk, max_spec_len=longest)
+            return Reuse(model=drafter, max_spec_len=2 * drafter.max_draft, released=True) if self.reuse else drafter
         most = WINDOW_MOST if self.rule == "congestion" else MAX_SPEC_LEN
         drafter = growing(site, self.spec_len, self.max_spec_len, most=most)
         chunk, longest = drafter.spec_len, drafter.max_spec_len
@@ -161,11 +163,6 @@ class FailfastOptions(MethodOptions):
             most=np.int32(longest),
             increase=np.float32(WINDOW_INCREASE),
         )
-
-    def _aligned(self, site: Site) -> Drafter:
-        chunk, longest = lengths(self.spec_len, self.max_spec_len, SPEC_LEN, MAX_SPEC_LEN)
-        drafter = aligned(site, self, rule=self.stopping(chunk, longest), spec_len=chunk, max_spec_len=longest)
-        return Reuse(model=drafter, max_spec_len=2 * drafter.max_draft, released=True) if self.reuse else drafter
 
 
 @dataclasses.dataclass(frozen=True)

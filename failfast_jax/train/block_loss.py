@@ -54,7 +54,7 @@ class BlockObjective(Objective):
     ):
         self.bound, self.cache = bind(model, target, draft_ids), cache
         self.model_config, self.config = model.config, config
-        self._split = (_is_head if config.freeze else ..., ...)
+        self._split = ((lambda path, _: path[0] in ("markov", "confidence")) if config.freeze else ..., ...)
         self.graph, self.trainable, frozen = nnx.split(model, *self._split)
         vocab = target.config.vocab_size
         ids = np.arange(vocab) if draft_ids is None else draft_ids
@@ -220,10 +220,6 @@ class BlockObjective(Objective):
         head.weight.set_value(head.weight[...] * scale)
         head.bias.set_value(head.bias[...] * scale + shift)
         return nnx.split(model, *self._split)[1]
-
-
-def _is_head(path: tuple[Any, ...], _: Any) -> bool:
-    return path[0] in ("markov", "confidence")
 
 
 def _codes(

@@ -49,21 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
 
 
-def target_of(folder: Path) -> str:
-    """Returns the target of a run, by the first line of its records."""
-    lines, _ = read_lines(folder / RECORDS)
-    head = next((line for line in lines if line.get("kind") == RUN), None)
-    if head is None:
-        raise ValueError(f"{folder / RECORDS}: no record of a run; name a folder of `bench run`")
-    return str(head["identity"]["target"]["name"])
-
-
 def read_run(folder: Path, modelled: str | None) -> PaperRun:
     """Reads a run, all rows that its records have."""
     answers = RunAnswers.read(folder, last_only=False).answers
     if "drafter" not in answers or answers.drafter.isna().any():
         raise ValueError(f"{folder / RECORDS}: recorded without drafted ids; run it again into another --out")
-    target = target_of(folder)
+    head = next((line for line in read_lines(folder / RECORDS)[0] if line.get("kind") == RUN), None)
+    if head is None:
+        raise ValueError(f"{folder / RECORDS}: no record of a run; name a folder of `bench run`")
+    target = str(head["identity"]["target"]["name"])
     return averages.read_run(answers, target, latency_for(target) if modelled is None else parse_latency(modelled))
 
 

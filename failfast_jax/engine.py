@@ -308,7 +308,7 @@ class FailFast:
             raise ConfigError(f"{self.target_name}: method {DIFFUSION_METHOD} needs a block-diffusion model")
         options = config.resolution.options
         model = self.target.with_block_size(options.block_size) if options.block_size else self.target
-        block, static = model.config.block_size, options.static_for(model)
+        block, schedule = model.config.block_size, options.schedule_for(model)
         if options.released_length and model.config.token_shift and config.max_new_tokens < block:
             raise OptionError(
                 f"--max-new-tokens {config.max_new_tokens}: must be at least the block size {block} for "
@@ -322,10 +322,9 @@ class FailFast:
             model,
             batch=batch,
             capacity=capacity,
-            threshold=options.threshold_for(model),
             released_length=released,
-            graph=options.states_for(model, self.target_name, static["small_block"]),
-            **static,
+            graph=options.states_for(model, self.target_name, schedule["small_block"]),
+            **schedule,
         )
 
     def _explain(self, session: Session, config: GenerationConfig) -> None:

@@ -152,10 +152,6 @@ class Comparison:
             "machine": {name: host[name] for name in ("device", "processor", "cores", "jax")},
         }
 
-    def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
-        """Returns answers as text."""
-        return [text_of(self.engines.base.tokenizer, ids) for ids in answers]
-
     # -- prompts -----------------------------------------------------------------------------------------
 
     def _vanilla_ids(self, dataset: Dataset, question: Question) -> list[int]:
@@ -171,7 +167,7 @@ class Comparison:
         before = self._questions[dataset.name, question.follows]
         earlier = self._messages(dataset, before)
         turns = [{"role": "user", "content": earlier}] if isinstance(earlier, str) else list(earlier)
-        (answer,) = self.texts([self._vanilla_ids(dataset, before)])
+        answer = text_of(self.engines.base.tokenizer, self._vanilla_ids(dataset, before))
         return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": question.prompt}]
 
     def encode(self, dataset: Dataset, question: Question) -> list[int]:

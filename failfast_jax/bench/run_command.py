@@ -23,6 +23,7 @@ from failfast_jax.bench.run_config import add_arguments as add_arguments
 from failfast_jax.bench.summary import write_summary
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, stamp
+from failfast_jax.text_stream import text_of
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import sole_writer, user_path
@@ -87,9 +88,9 @@ def scores(comparison: Comparison, log: AnswerLog, answers: pd.DataFrame, datase
     """Returns which answers are right, of those that can be scored; each text of a question is scored once."""
     asked = {(d.name, q.id): (d.scoring, q.reference) for d in datasets if d.scoring for q in d.questions}
     answers = answers[[place in asked for place in zip(answers.dataset, answers.question)]]
-    texts = comparison.texts(answers.output_ids.tolist()) if len(answers) else []
-    right = []
-    for place, text in zip(progress_bar("scores", "text", [*zip(answers.dataset, answers.question)]), texts):
+    right, places = [], [*zip(answers.dataset, answers.question)]
+    for place, ids in zip(progress_bar("scores", "text", places), answers.output_ids):
+        text = text_of(comparison.engines.base.tokenizer, ids)
         key = (*place, stamp(text))
         if key not in log.scores:
             record = dict(zip(("dataset", "question", "text"), key))

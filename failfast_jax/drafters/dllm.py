@@ -45,28 +45,25 @@ class ScheduleOptions(MethodOptions):
     block_cache: bool = option(False, "Fast-dLLM v2: cache inside the block")
     steps: int | None = option(None, "SDAR: denoising passes per block; only its size is served", least=1)
 
-    def static_for(self, model: Decoder) -> dict[str, Any]:
-        """The static arguments of `step` for a model.
+    def schedule_for(self, model: Decoder) -> dict[str, Any]:
+        """The threshold for a model, its own or the model family's, and the static arguments of `step`.
 
         Raises:
           OptionError: an option of the other family, or one that does not fit the block size.
         """
-        block = model.config.block_size
-        if model.config.token_shift:
+        block, shift = model.config.block_size, model.config.token_shift
+        threshold = {"threshold": self.threshold if self.threshold is not None else 1.0 if shift else 0.85}
+        if shift:
             require(self.steps is None, f"--steps {self.steps}", "Fast-dLLM v2 fills by --threshold alone")
-            return {"small_block": small_block_of(self.small_block_size, model), "block_cache": self.block_cache}
+            small = small_block_of(self.small_block_size, model)
+            return threshold | {"small_block": small, "block_cache": self.block_cache}
         flag = f"--small-block-size {self.small_block_size}"
         require(self.small_block_size is None, flag, "SDAR models unmask a block as a whole")
         require(not self.block_cache, "--block-cache", "SDAR models have no small blocks to cache for")
         # With fewer steps the release fills positions by a top-k that also ranks filled ones, as -inf: it overwrites
         # some of them, and torch leaves open which.
         require(self.steps in (None, block), f"--steps {self.steps}", f"must be the block size {block}, or be left out")
-        return {"small_block": block, "block_cache": False}
-
-    def threshold_for(self, model: Decoder) -> float:
-        """Its threshold, or the model family's own."""
-        usual = 1.0 if model.config.token_shift else 0.85
-        return usual if self.threshold is None else self.threshold
+        return threshold | {"small_block": block, "block_cache": False}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.errors import DataError
+from failfast_jax.models.kv_cache import round_up
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.util.files import write_atomically
 
@@ -228,7 +229,7 @@ def packed(documents: Documents, config: TrainConfig) -> list[list[int]]:
     rows: list[list[int]] = []
     room: list[int] = []
     for number in order:
-        length = _whole_blocks(documents.tokens[number], config.block_size)
+        length = round_up(len(documents.tokens[number]), config.block_size)
         still_open = range(max(len(rows) - OPEN, 0), len(rows))
         row = next((row for row in still_open if room[row] >= length), len(rows))
         if row == len(rows):
@@ -237,10 +238,6 @@ def packed(documents: Documents, config: TrainConfig) -> list[list[int]]:
         rows[row].append(number)
         room[row] -= length
     return rows
-
-
-def _whole_blocks(tokens: np.ndarray, block: int) -> int:
-    return -(-len(tokens) // block) * block
 
 
 def packed_row(documents: Documents, numbers: list[int], config: TrainConfig) -> dict[str, np.ndarray]:
@@ -254,7 +251,7 @@ def packed_row(documents: Documents, numbers: list[int], config: TrainConfig) ->
         labelled[start : start + len(ids)] = documents.labelled[number]
         # The tokens before a document's first token have nothing to do with it.
         labelled[start] = False
-        start += _whole_blocks(ids, config.block_size)
+        start += round_up(len(ids), config.block_size)
     return {"tokens": tokens, "labelled": labelled}
 
 

@@ -312,8 +312,8 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05}.npz"
 
 
-def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) -> None:
-    """Writes the shards that are missing, with the engine that `load` (default: `FailFast.load`) returns.
+def work(args: argparse.Namespace) -> None:
+    """Writes the shards that are missing.
 
     Of several processes the first one reads and writes the folder."""
     options = SelfgenOptions.given(args)
@@ -336,7 +336,7 @@ def work(args: argparse.Namespace, load: Callable[..., FailFast] | None = None) 
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
     mesh = {"tensor_parallel": options.tensor_parallel, "data_parallel": options.data_parallel}
-    engine = (load or FailFast.load)(options.target, method=options.method, dtype=options.dtype, **mesh)
+    engine = FailFast.load(options.target, method=options.method, dtype=options.dtype, **mesh)
     writer = Writer(engine, options, texts)
     settings |= {
         "vocab_size": engine.target.config.vocab_size,

@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoint_files import FIXTURES
@@ -38,7 +39,10 @@ def make(engine, tmp_path_factory):
         parser = argparse.ArgumentParser()
         selfgen.add_arguments(parser)
         args = ["--out", out, "--target", "tiny", *LIMITS, *source, *words]
-        selfgen.work(parser.parse_args(list(map(str, args))), lambda *_, **__: engine or pytest.fail("it was loaded"))
+        loader = SimpleNamespace(load=lambda *_, **__: engine or pytest.fail("it was loaded"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selfgen, "FailFast", loader)
+            selfgen.work(parser.parse_args(list(map(str, args))))
 
     return make
 

@@ -74,11 +74,6 @@ def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
     return {"max_new_tokens": limit, "stop": stop, **options}
 
 
-def seed_of_repeat(seed: int, repeat: int) -> int:
-    """The seed of a question's n-th answer: the harness asks the same n times for n samples."""
-    return int(np.random.SeedSequence([seed, repeat]).generate_state(1)[0]) if repeat else seed
-
-
 def scores(
     target: Decoder, ids: Int[ArrayLike, "B L"], following: Int[ArrayLike, "B L"]
 ) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
@@ -256,7 +251,9 @@ class FailFastLM(TemplateLM):
         for context, settings in (request.args for request in requests):
             options, ids = sampling(settings, self.max_gen_toks), self.tok_encode(context) or [self.prefix_token_id]
             key = repr((context, sorted(settings.items())))
-            options["seed"] = seed_of_repeat(options.get("seed", 0), repeats[key])
+            if repeat := repeats[key]:  # the harness asks the same n times for n samples
+                sequence = np.random.SeedSequence([options.get("seed", 0), repeat])
+                options["seed"] = int(sequence.generate_state(1)[0])
             repeats[key] += 1
             limit = options["max_new_tokens"]
             least = 1 if len(ids) < self.max_length else min(limit, self.max_length // 2)

@@ -84,20 +84,17 @@ class Gate:
         # Base URLs with a slash at their end give needless ones: /v1//models/ is /v1/models.
         path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
         if self._key is not None and f"{path}/".startswith("/v1/"):
-            self._check_key(Headers(scope=scope).get("authorization", ""))
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            # In constant time: the time of a wrong key must not depend on its correct part.
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
+                message = "the API key is missing or wrong"
+                raise RequestError(message, status=401, code="invalid_api_key", **{"WWW-Authenticate": "Bearer"})
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
         await self._app({**scope, "path": path}, replay, send)
-
-    def _check_key(self, header: str) -> None:
-        scheme, _, key = header.partition(" ")
-        # In constant time: the time of a wrong key must not depend on its correct part.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
-            message = "the API key is missing or wrong"
-            raise RequestError(message, status=401, code="invalid_api_key", **{"WWW-Authenticate": "Bearer"})
 
 
 def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAPI:

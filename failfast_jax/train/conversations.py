@@ -154,13 +154,10 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": content, **fields}
 
 
-OTHERWISE = "the chat template writes otherwise than a prompt and its answers"
-
-
 def _document(
     messages: list[dict[str, Any]], learned: list[int], tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | str:
-    """Returns the conversation up to its last answer to learn from, and a mask of these answers; or `OTHERWISE`.
+    """Returns the conversation up to its last answer to learn from, and a mask of these answers; or why it is left out.
 
     ids        <s> user hi </s> <s> assistant hello </s> <s> user bye </s> ...
     labelled                                   x     x                            learned: the first answer
@@ -176,7 +173,7 @@ def _document(
         start = written(number, add_generation_prompt=True)
         end = ids if number == learned[-1] else written(number + 1)
         if not len(start) < len(end) or ids[: len(start)] != start or ids[: len(end)] != end:
-            return OTHERWISE
+            return "the chat template writes otherwise than a prompt and its answers"
         labelled[len(start) : len(end)] = True
         first = min(first, len(start))
     # A list of Python's integers takes ten times as much.

@@ -6,10 +6,10 @@ order in which the program is scheduled.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 ITEM_BYTES = {f"{kind}{bits}": bits / 8 for kind in ("u", "s", "f", "bf") for bits in (4, 8, 16, 32)} | {"pred": 1}
 KERNELS = ("attend_and_write", "window_attention")
@@ -26,8 +26,7 @@ _HOST = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
+class _Instruction(NamedTuple):
     name: str
     type: str
     op: str
@@ -73,8 +72,7 @@ def hbm_bytes_of(kind: str) -> int:
     return int(sum(ITEM_BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in in_hbm))
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """Estimates of an entry computation.
 
     Attributes:

@@ -6,7 +6,6 @@ compile or read a program is a warm-up: it is thrown away and given again. Whate
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,8 +43,7 @@ class RunPlan(NamedTuple):
     datasets: list[Dataset]
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """Questions (one, or a batch) answered once by `vanilla` and by each row of a block.
 
     Attributes:

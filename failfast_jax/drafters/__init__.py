@@ -85,7 +85,9 @@ def resolve(config: GenerationConfig, defaults: Mapping[str, Any] | None = None)
     kind = check_method(config.method)
     for name, value in config.options.items():
         if value is not None and value is not False and name not in kind.names():
-            _refuse_option(config.method, name, value)
+            takers = ", ".join(other for other, options in all_options().items() if name in options.names())
+            only = f"--method {config.method} has no such option, only --method {takers}"
+            raise OptionError(f"{shown(name, value)}: {only if takers else 'no method has such an option'}")
     if config.acceptance == "rejection" and not kind.samples:
         takers = ", ".join(name for name, options in METHODS.items() if options.samples)
         reason = f"--method {config.method} samples no drafts from left to right, only --method {takers}"
@@ -93,15 +95,6 @@ def resolve(config: GenerationConfig, defaults: Mapping[str, Any] | None = None)
     values = {name: value for name, value in config.options.items() if name in kind.names()}
     options = kind.of(values, defaults, acceptance=config.acceptance, exact=config.exact)
     return config.resolved(Resolution(options, defaults))
-
-
-def _refuse_option(method: str, name: str, value: Any) -> None:
-    """Raises OptionError: the method has no such option; the methods that have it are named."""
-    flag = shown(name, value)
-    takers = [other for other, options in all_options().items() if name in options.names()]
-    if not takers:
-        raise OptionError(f"{flag}: no method has such an option")
-    raise OptionError(f"{flag}: --method {method} has no such option, only --method {', '.join(takers)}")
 
 
 def check_defaults(defaults: Mapping[str, Any], where: str) -> None:

@@ -176,8 +176,7 @@ class EagleTree(EagleDrafter):
     def shape(self) -> DraftShape:
         """The verify pass is as wide as all nodes."""
         size, window = self.budget, max(self.depth * self.top_k, self.longest + 1)
-        layers = self.model.feature_layers
-        return DraftShape(size, (size,), window, feature_layers=layers, has_model=True, tree=True)
+        return DraftShape(size, (size,), window, feature_layers=self.model.feature_layers, has_model=True, tree=True)
 
     @property
     def longest(self) -> int:

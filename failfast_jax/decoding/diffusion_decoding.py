@@ -16,7 +16,7 @@ reaches the same text in fewer passes.
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -38,8 +38,7 @@ RANKS = 4
 """Candidate tokens per position for draft states."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSchedule:
+class BlockSchedule(NamedTuple):
     """Static settings of the passes.
 
     Attributes:

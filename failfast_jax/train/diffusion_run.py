@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -23,8 +22,7 @@ from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.train.trainer import Objective
 
 
-@dataclasses.dataclass(frozen=True)
-class DiffusionStart:
+class DiffusionStart(NamedTuple):
     """The model that the training of a whole model starts from.
 
     Attributes:

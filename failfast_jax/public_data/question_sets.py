@@ -196,6 +196,7 @@ CALLS: dict[str, dict[str, Callable]] = {
 """Fields of sources that are functions; the others are in a file."""
 with (Path(__file__).parents[1] / "assets" / "question_sets.toml").open("rb") as _file:
     SOURCES = {name: Source(**fields, **CALLS.get(name, {})) for name, fields in tomllib.load(_file).items()}
+"""Benchmarks by name."""
 ROW_FILES = (".jsonl", ".parquet")
 """Files that are read row by row."""
 FILES = (*ROW_FILES, ".json", ".npz")

@@ -52,7 +52,8 @@ class ScheduleOptions(MethodOptions):
           OptionError: an option of the other family, or one that does not fit the block size.
         """
         block, shift = model.config.block_size, model.config.token_shift
-        threshold = {"threshold": self.threshold if self.threshold is not None else 1.0 if shift else 0.85}
+        usual = 1.0 if shift else 0.85
+        threshold = {"threshold": usual if self.threshold is None else self.threshold}
         if shift:
             require(self.steps is None, f"--steps {self.steps}", "Fast-dLLM v2 fills by --threshold alone")
             small = small_block_of(self.small_block_size, model)

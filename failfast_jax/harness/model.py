@@ -251,9 +251,9 @@ class FailFastLM(TemplateLM):
         for context, settings in (request.args for request in requests):
             options, ids = sampling(settings, self.max_gen_toks), self.tok_encode(context) or [self.prefix_token_id]
             key = repr((context, sorted(settings.items())))
+            options.setdefault("seed", 0)
             if repeat := repeats[key]:  # the harness asks the same n times for n samples
-                sequence = np.random.SeedSequence([options.get("seed", 0), repeat])
-                options["seed"] = int(sequence.generate_state(1)[0])
+                options["seed"] = int(np.random.SeedSequence([options["seed"], repeat]).generate_state(1)[0])
             repeats[key] += 1
             limit = options["max_new_tokens"]
             least = 1 if len(ids) < self.max_length else min(limit, self.max_length // 2)

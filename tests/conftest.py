@@ -43,6 +43,7 @@ from failfast_jax import load_model
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS
 from failfast_jax.policy import cost_book
 from failfast_jax.policy.expected_tokens import Costs
+from failfast_jax.runtime import model_runtime
 from failfast_jax.runtime.model_runtime import DraftSession
 from failfast_jax.util import progress
 from failfast_jax.util.compile_cache import enable_compile_cache
@@ -83,6 +84,14 @@ def same_costs_everywhere():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_book, "measure", cheap_rows)
         patch.setattr(cost_book.CostBook, "path", staticmethod(lambda: None))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_stored_programs():
+    """Programs come from JAX's cache, where most outlive a change of the source; except in tests of the store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runtime, "ProgramStore", lambda: None)
         yield
 
 

@@ -20,7 +20,7 @@ from failfast_jax.kernels.blocks import INPUTS, TILE, BlockMatrix, TiledMatrix
 def refusal(inputs: int, matrix: BlockMatrix | None = None) -> str | None:
     """Returns why `product` cannot serve a matrix of so many inputs, or `matrix`; None: it can."""
     if cpu_kernels.integer_lanes() is None:
-        return "a processor without AVX2 or AVX-512 VNNI"
+        return cpu_kernels.NO_UNIT
     if inputs % INPUTS:
         return f"{inputs} inputs: a multiple of {INPUTS}"
     if matrix is None:

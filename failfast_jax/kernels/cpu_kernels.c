@@ -276,8 +276,6 @@ INLINE void outputs_of(long piece, const Product *p, Type type) {
 
 // ------------------------------------------------------------------------------------------------ products of blocks
 
-#if LANES > 4  // on others XLA computes them
-
 // A weight in blocks holds whole numbers, `codes`, and a scale for each group of 16, 32, 64 or 128 inputs of an output.
 // A tile is 16 outputs x 32 inputs; the tiles of 16 outputs lie one after the other. In a tile of 4 bits, byte
 // [j][4 * output + i], j < 4, holds input 4 * j + i below and input 16 + 4 * j + i above; in one of 8 bits, j < 8, it is
@@ -321,6 +319,11 @@ INLINE integers add_dot(integers sum, codes weights, int32_t x) {
   const integers four = (integers)x;
 #if LANES == 16
   return (integers)__builtin_ia32_vpdpbusd512((words)sum, (chars)weights, (chars)four);
+#elif LANES == 4
+  const integers inputs = __builtin_convertvector(*(const bytes_at *)&x, integers);
+  UNROLL
+  for (int i = 0; i < 4; i++) sum += ((integers)weights << (24 - 8 * i) >> 24) * inputs[i];  // with their signs
+  return sum;
 #else
   // Sums of two products must fit in 16 bits: those of 4 bits do. Of signed 8 bits the sign goes to x.
   chars w = (chars)weights, inputs = (chars)four;
@@ -461,8 +464,6 @@ INLINE void block_tiles(long piece, const Blocks *p, int rounded) {
         WITH_ROWS(p->rows - row, BLOCK_ROWS,
                   rounded ? integer_tile(p, tile, lane, row, N) : float_tile(p, tile, lane, row, N))
 }
-
-#endif
 
 // ------------------------------------------------------------------------------------------------ norms
 
@@ -839,7 +840,6 @@ XLA_FFI_Error *failfast_rms_norm(XLA_FFI_CallFrame *frame) {
 PRODUCT(float32, FLOAT32) PRODUCT(bfloat16, BFLOAT16) PRODUCT(float16, FLOAT16)
 ATTENTION(float32, FLOAT32) ATTENTION(bfloat16, BFLOAT16) ATTENTION(float16, FLOAT16)
 
-#if LANES > 4
 // blocks(x: [rows, inputs] float32, codes, scale, minimum, outer_scale, outer_minimum: see Blocks; what a weight does not
 // have is empty) -> [rows, outputs] float32, and room for rounded rows
 INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int rounded) {
@@ -873,4 +873,3 @@ INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int ro
   XLA_FFI_Error *failfast_blocks_##NAME(XLA_FFI_CallFrame *frame) { return block_product(frame, blocks_##NAME, ROUNDED); }
 
 BLOCKS(int8, 1) BLOCKS(float32, 0)
-#endif

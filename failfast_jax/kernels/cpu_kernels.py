@@ -58,11 +58,9 @@ def processor() -> str:
 
 
 def integer_lanes() -> int | None:
-    """The same for products of whole numbers: 16 with VNNI, 8 with AVX2; None elsewhere."""
-    features = _features()
-    if features.get("avx512vnni"):
-        return 16
-    return 8 if features.get("avx2") and features.get("fma") else None
+    """The same for products of blocks, where 16 take AVX-512 VNNI."""
+    lanes = vector_lanes()
+    return 8 if lanes == 16 and not _features().get("avx512vnni") else lanes
 
 
 def call(

@@ -18,10 +18,15 @@
 %struct.Norm = type { ptr, ptr, ptr, float, i64, i64 }
 %struct.Product = type { ptr, ptr, ptr, i64, i64, i64 }
 %struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64, i64, i64 }
+%struct.Blocks = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64 }
 %struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
 %struct.Block = type { ptr, ptr, [16 x i32], [16 x i32], i64 }
 
 @head_dim = external constant i64, align 8
+@group = external constant i64, align 8
+@code_bits = external constant i64, align 8
+@has_minimum = external constant i64, align 8
+@outer = external constant i64, align 8
 
 define ptr @failfast_rotate(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
@@ -1723,6 +1728,202 @@ define internal void @attend_float16(i64 noundef %0, ptr noundef %1) #5 {
   %5 = load i64, ptr %3, align 8
   %6 = load ptr, ptr %4, align 8
   call void @attend_block(i64 noundef %5, ptr noundef %6, i32 noundef 2)
+  ret void
+}
+
+define ptr @failfast_blocks_int8(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_int8, i32 noundef 1)
+  ret ptr %4
+}
+
+define internal ptr @block_product(ptr noundef %0, ptr noundef %1, i32 noundef %2) #1 {
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca ptr, align 8
+  %7 = alloca i32, align 4
+  %8 = alloca ptr, align 8
+  %9 = alloca ptr, align 8
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca ptr, align 8
+  %14 = alloca %struct.Blocks, align 8
+  store ptr %0, ptr %5, align 8
+  store ptr %1, ptr %6, align 8
+  store i32 %2, ptr %7, align 4
+  %15 = load ptr, ptr %5, align 8
+  %16 = call i32 @is_registration(ptr noundef %15)
+  %17 = icmp ne i32 %16, 0
+  br i1 %17, label %18, label %19
+
+18:
+  store ptr null, ptr %4, align 8
+  br label %119
+
+19:
+  %20 = load ptr, ptr %5, align 8
+  %21 = call ptr @argument(ptr noundef %20, i64 noundef 0)
+  store ptr %21, ptr %8, align 8
+  %22 = load ptr, ptr %5, align 8
+  %23 = call ptr @result(ptr noundef %22, i64 noundef 0)
+  store ptr %23, ptr %9, align 8
+  %24 = load ptr, ptr %8, align 8
+  %25 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %24, i32 0, i32 5
+  %26 = load ptr, ptr %25, align 8
+  %27 = getelementptr inbounds i64, ptr %26, i64 0
+  %28 = load i64, ptr %27, align 8
+  store i64 %28, ptr %10, align 8
+  %29 = load ptr, ptr %8, align 8
+  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 5
+  %31 = load ptr, ptr %30, align 8
+  %32 = getelementptr inbounds i64, ptr %31, i64 1
+  %33 = load i64, ptr %32, align 8
+  store i64 %33, ptr %11, align 8
+  %34 = load i64, ptr %10, align 8
+  %35 = load i64, ptr %11, align 8
+  %36 = mul nsw i64 %34, %35
+  %37 = sdiv i64 %36, 32
+  store i64 %37, ptr %12, align 8
+  %38 = load ptr, ptr %5, align 8
+  %39 = call ptr @result(ptr noundef %38, i64 noundef 1)
+  %40 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %39, i32 0, i32 3
+  %41 = load ptr, ptr %40, align 8
+  store ptr %41, ptr %13, align 8
+  %42 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 0
+  %43 = load ptr, ptr %8, align 8
+  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 3
+  %45 = load ptr, ptr %44, align 8
+  store ptr %45, ptr %42, align 8
+  %46 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 1
+  %47 = load ptr, ptr %13, align 8
+  %48 = load i64, ptr %12, align 8
+  %49 = mul nsw i64 %48, 20
+  %50 = getelementptr inbounds i8, ptr %47, i64 %49
+  store ptr %50, ptr %46, align 8
+  %51 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 2
+  %52 = load ptr, ptr %13, align 8
+  store ptr %52, ptr %51, align 8
+  %53 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 3
+  %54 = load ptr, ptr %13, align 8
+  %55 = load i64, ptr %12, align 8
+  %56 = mul nsw i64 %55, 4
+  %57 = getelementptr inbounds i8, ptr %54, i64 %56
+  store ptr %57, ptr %53, align 8
+  %58 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 4
+  %59 = load ptr, ptr %13, align 8
+  %60 = load i64, ptr %12, align 8
+  %61 = mul nsw i64 %60, 12
+  %62 = getelementptr inbounds i8, ptr %59, i64 %61
+  store ptr %62, ptr %58, align 8
+  %63 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 5
+  %64 = load ptr, ptr %5, align 8
+  %65 = call ptr @argument(ptr noundef %64, i64 noundef 1)
+  %66 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %65, i32 0, i32 3
+  %67 = load ptr, ptr %66, align 8
+  store ptr %67, ptr %63, align 8
+  %68 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 6
+  %69 = load ptr, ptr %5, align 8
+  %70 = call ptr @argument(ptr noundef %69, i64 noundef 2)
+  %71 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %70, i32 0, i32 3
+  %72 = load ptr, ptr %71, align 8
+  store ptr %72, ptr %68, align 8
+  %73 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 7
+  %74 = load ptr, ptr %5, align 8
+  %75 = call ptr @argument(ptr noundef %74, i64 noundef 3)
+  %76 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %75, i32 0, i32 3
+  %77 = load ptr, ptr %76, align 8
+  store ptr %77, ptr %73, align 8
+  %78 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 8
+  %79 = load ptr, ptr %5, align 8
+  %80 = call ptr @argument(ptr noundef %79, i64 noundef 4)
+  %81 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %80, i32 0, i32 3
+  %82 = load ptr, ptr %81, align 8
+  store ptr %82, ptr %78, align 8
+  %83 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 9
+  %84 = load ptr, ptr %5, align 8
+  %85 = call ptr @argument(ptr noundef %84, i64 noundef 5)
+  %86 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %85, i32 0, i32 3
+  %87 = load ptr, ptr %86, align 8
+  store ptr %87, ptr %83, align 8
+  %88 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 10
+  %89 = load ptr, ptr %9, align 8
+  %90 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %89, i32 0, i32 3
+  %91 = load ptr, ptr %90, align 8
+  store ptr %91, ptr %88, align 8
+  %92 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 11
+  %93 = load i64, ptr %10, align 8
+  store i64 %93, ptr %92, align 8
+  %94 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 12
+  %95 = load i64, ptr %11, align 8
+  store i64 %95, ptr %94, align 8
+  %96 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
+  %97 = load ptr, ptr %9, align 8
+  %98 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %97, i32 0, i32 5
+  %99 = load ptr, ptr %98, align 8
+  %100 = getelementptr inbounds i64, ptr %99, i64 1
+  %101 = load i64, ptr %100, align 8
+  store i64 %101, ptr %96, align 8
+  %102 = load i32, ptr %7, align 4
+  %103 = icmp ne i32 %102, 0
+  br i1 %103, label %104, label %110
+
+104:
+  %105 = load ptr, ptr %5, align 8
+  %106 = load i64, ptr %10, align 8
+  %107 = add nsw i64 %106, 2
+  %108 = sub nsw i64 %107, 1
+  %109 = sdiv i64 %108, 2
+  call void @parallel_for(ptr noundef %105, i64 noundef %109, ptr noundef @round_rows, ptr noundef %14)
+  br label %110
+
+110:
+  %111 = load ptr, ptr %5, align 8
+  %112 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
+  %113 = load i64, ptr %112, align 8
+  %114 = sdiv i64 %113, 16
+  %115 = add nsw i64 %114, 3
+  %116 = sub nsw i64 %115, 1
+  %117 = sdiv i64 %116, 3
+  %118 = load ptr, ptr %6, align 8
+  call void @parallel_for(ptr noundef %111, i64 noundef %117, ptr noundef %118, ptr noundef %14)
+  store ptr null, ptr %4, align 8
+  br label %119
+
+119:
+  %120 = load ptr, ptr %4, align 8
+  ret ptr %120
+}
+
+define internal void @blocks_int8(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 1)
+  ret void
+}
+
+define ptr @failfast_blocks_float32(ptr noundef %0) #0 {
+  %2 = alloca ptr, align 8
+  store ptr %0, ptr %2, align 8
+  %3 = load ptr, ptr %2, align 8
+  %4 = call ptr @block_product(ptr noundef %3, ptr noundef @blocks_float32, i32 noundef 0)
+  ret ptr %4
+}
+
+define internal void @blocks_float32(i64 noundef %0, ptr noundef %1) #5 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %5 = load i64, ptr %3, align 8
+  %6 = load ptr, ptr %4, align 8
+  call void @block_tiles(i64 noundef %5, ptr noundef %6, i32 noundef 0)
   ret void
 }
 
@@ -4963,6 +5164,1665 @@ define internal void @store_some(ptr noundef %0, i64 noundef %1, <4 x float> nou
   ret void
 }
 
+define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
+  %3 = alloca i64, align 8
+  %4 = alloca ptr, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i32, align 4
+  %10 = alloca ptr, align 8
+  %11 = alloca <4 x float>, align 16
+  %12 = alloca [4 x <4 x float>], align 16
+  %13 = alloca i32, align 4
+  %14 = alloca i32, align 4
+  %15 = alloca <4 x float>, align 16
+  %16 = alloca float, align 4
+  %17 = alloca float, align 4
+  %18 = alloca i32, align 4
+  %19 = alloca <4 x float>, align 16
+  %20 = alloca i32, align 4
+  %21 = alloca i32, align 4
+  %22 = alloca float, align 4
+  store i64 %0, ptr %3, align 8
+  store ptr %1, ptr %4, align 8
+  %23 = load ptr, ptr %4, align 8
+  store ptr %23, ptr %5, align 8
+  %24 = load ptr, ptr %5, align 8
+  %25 = getelementptr inbounds nuw %struct.Blocks, ptr %24, i32 0, i32 12
+  %26 = load i64, ptr %25, align 8
+  %27 = sdiv i64 %26, 32
+  store i64 %27, ptr %6, align 8
+  %28 = load i64, ptr %3, align 8
+  %29 = add nsw i64 %28, 1
+  %30 = mul nsw i64 %29, 2
+  %31 = load ptr, ptr %5, align 8
+  %32 = getelementptr inbounds nuw %struct.Blocks, ptr %31, i32 0, i32 11
+  %33 = load i64, ptr %32, align 8
+  %34 = call i64 @least(i64 noundef %30, i64 noundef %33)
+  store i64 %34, ptr %7, align 8
+  %35 = load i64, ptr %3, align 8
+  %36 = mul nsw i64 %35, 2
+  %37 = load i64, ptr %6, align 8
+  %38 = mul nsw i64 %36, %37
+  store i64 %38, ptr %8, align 8
+  br label %39
+
+39:
+  %40 = load i64, ptr %8, align 8
+  %41 = load i64, ptr %7, align 8
+  %42 = load i64, ptr %6, align 8
+  %43 = mul nsw i64 %41, %42
+  %44 = icmp slt i64 %40, %43
+  br i1 %44, label %46, label %45
+
+45:
+  store i32 2, ptr %9, align 4
+  br label %221
+
+46:
+  %47 = load ptr, ptr %5, align 8
+  %48 = getelementptr inbounds nuw %struct.Blocks, ptr %47, i32 0, i32 0
+  %49 = load ptr, ptr %48, align 8
+  %50 = load i64, ptr %8, align 8
+  %51 = mul nsw i64 %50, 32
+  %52 = getelementptr inbounds float, ptr %49, i64 %51
+  store ptr %52, ptr %10, align 8
+  store <4 x float> zeroinitializer, ptr %11, align 16
+  store i32 0, ptr %13, align 4
+  br label %53
+
+53:
+  %54 = load i32, ptr %13, align 4
+  %55 = icmp slt i32 %54, 3
+  br i1 %55, label %57, label %56
+
+56:
+  store i32 5, ptr %9, align 4
+  br label %64
+
+57:
+  %58 = load i32, ptr %13, align 4
+  %59 = sext i32 %58 to i64
+  %60 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 %59
+  store <4 x float> zeroinitializer, ptr %60, align 16
+  br label %61
+
+61:
+  %62 = load i32, ptr %13, align 4
+  %63 = add nsw i32 %62, 1
+  store i32 %63, ptr %13, align 4
+  br label %53, !llvm.loop !66
+
+64:
+  store i32 0, ptr %14, align 4
+  br label %65
+
+65:
+  %66 = load i32, ptr %14, align 4
+  %67 = icmp slt i32 %66, 32
+  br i1 %67, label %69, label %68
+
+68:
+  store i32 8, ptr %9, align 4
+  br label %88
+
+69:
+  %70 = load ptr, ptr %10, align 8
+  %71 = load i32, ptr %14, align 4
+  %72 = sext i32 %71 to i64
+  %73 = getelementptr inbounds float, ptr %70, i64 %72
+  %74 = call <4 x float> @load(ptr noundef %73, i32 noundef 0)
+  store <4 x float> %74, ptr %15, align 16
+  %75 = load <4 x float>, ptr %11, align 16
+  %76 = load <4 x float>, ptr %15, align 16
+  %77 = call <4 x float> @llvm.fabs.v4f32(<4 x float> %76)
+  %78 = call <4 x float> @larger(<4 x float> noundef %75, <4 x float> noundef %77)
+  store <4 x float> %78, ptr %11, align 16
+  %79 = load <4 x float>, ptr %15, align 16
+  %80 = load <4 x float>, ptr %15, align 16
+  %81 = fsub <4 x float> %79, %80
+  %82 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 2
+  %83 = load <4 x float>, ptr %82, align 16
+  %84 = fadd <4 x float> %83, %81
+  store <4 x float> %84, ptr %82, align 16
+  br label %85
+
+85:
+  %86 = load i32, ptr %14, align 4
+  %87 = add nsw i32 %86, 4
+  store i32 %87, ptr %14, align 4
+  br label %65, !llvm.loop !67
+
+88:
+  %89 = load <4 x float>, ptr %11, align 16
+  %90 = call float @largest(<4 x float> noundef %89)
+  store float %90, ptr %16, align 4
+  %91 = load float, ptr %16, align 4
+  %92 = fcmp ogt float %91, 0.000000e+00
+  br i1 %92, label %93, label %96
+
+93:
+  %94 = load float, ptr %16, align 4
+  %95 = fdiv float 1.270000e+02, %94
+  br label %97
+
+96:
+  br label %97
+
+97:
+  %98 = phi float [ %95, %93 ], [ 0.000000e+00, %96 ]
+  store float %98, ptr %17, align 4
+  store i32 0, ptr %18, align 4
+  br label %99
+
+99:
+  %100 = load i32, ptr %18, align 4
+  %101 = icmp slt i32 %100, 32
+  br i1 %101, label %103, label %102
+
+102:
+  store i32 11, ptr %9, align 4
+  br label %145
+
+103:
+  %104 = load ptr, ptr %10, align 8
+  %105 = load i32, ptr %18, align 4
+  %106 = sext i32 %105 to i64
+  %107 = getelementptr inbounds float, ptr %104, i64 %106
+  %108 = call <4 x float> @load(ptr noundef %107, i32 noundef 0)
+  %109 = load float, ptr %17, align 4
+  %110 = insertelement <4 x float> poison, float %109, i64 0
+  %111 = shufflevector <4 x float> %110, <4 x float> poison, <4 x i32> zeroinitializer
+  %112 = fmul <4 x float> %108, %111
+  %113 = call <4 x float> @llvm.rint.v4f32(<4 x float> %112)
+  store <4 x float> %113, ptr %19, align 16
+  %114 = load <4 x float>, ptr %19, align 16
+  %115 = fcmp oge <4 x float> %114, splat (float -1.270000e+02)
+  %116 = sext <4 x i1> %115 to <4 x i32>
+  %117 = load <4 x float>, ptr %19, align 16
+  %118 = fcmp ole <4 x float> %117, splat (float 1.270000e+02)
+  %119 = sext <4 x i1> %118 to <4 x i32>
+  %120 = and <4 x i32> %116, %119
+  %121 = load <4 x float>, ptr %19, align 16
+  %122 = icmp slt <4 x i32> %120, zeroinitializer
+  %123 = select <4 x i1> %122, <4 x float> %121, <4 x float> zeroinitializer
+  store <4 x float> %123, ptr %19, align 16
+  %124 = load <4 x float>, ptr %19, align 16
+  %125 = fptosi <4 x float> %124 to <4 x i8>
+  %126 = load ptr, ptr %5, align 8
+  %127 = getelementptr inbounds nuw %struct.Blocks, ptr %126, i32 0, i32 1
+  %128 = load ptr, ptr %127, align 8
+  %129 = load i64, ptr %8, align 8
+  %130 = mul nsw i64 %129, 32
+  %131 = getelementptr inbounds i8, ptr %128, i64 %130
+  %132 = load i32, ptr %18, align 4
+  %133 = sext i32 %132 to i64
+  %134 = getelementptr inbounds i8, ptr %131, i64 %133
+  store <4 x i8> %125, ptr %134, align 1
+  %135 = load <4 x float>, ptr %19, align 16
+  %136 = load i32, ptr %18, align 4
+  %137 = sdiv i32 %136, 16
+  %138 = sext i32 %137 to i64
+  %139 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 %138
+  %140 = load <4 x float>, ptr %139, align 16
+  %141 = fadd <4 x float> %140, %135
+  store <4 x float> %141, ptr %139, align 16
+  br label %142
+
+142:
+  %143 = load i32, ptr %18, align 4
+  %144 = add nsw i32 %143, 4
+  store i32 %144, ptr %18, align 4
+  br label %99, !llvm.loop !68
+
+145:
+  %146 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 0
+  call void @sums(ptr noundef %146, i32 noundef 3)
+  %147 = call i32 @parts_of_tile()
+  store i32 %147, ptr %20, align 4
+  %148 = load float, ptr %16, align 4
+  %149 = fdiv float %148, 1.270000e+02
+  %150 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 0
+  %151 = load <4 x float>, ptr %150, align 16
+  %152 = extractelement <4 x float> %151, i32 2
+  %153 = fadd float %149, %152
+  %154 = load ptr, ptr %5, align 8
+  %155 = getelementptr inbounds nuw %struct.Blocks, ptr %154, i32 0, i32 2
+  %156 = load ptr, ptr %155, align 8
+  %157 = load i64, ptr %8, align 8
+  %158 = getelementptr inbounds float, ptr %156, i64 %157
+  store float %153, ptr %158, align 4
+  store i32 0, ptr %21, align 4
+  br label %159
+
+159:
+  %160 = load i32, ptr %21, align 4
+  %161 = load i32, ptr %20, align 4
+  %162 = icmp slt i32 %160, %161
+  br i1 %162, label %164, label %163
+
+163:
+  store i32 14, ptr %9, align 4
+  br label %217
+
+164:
+  %165 = load i32, ptr %20, align 4
+  %166 = icmp eq i32 %165, 2
+  br i1 %166, label %167, label %172
+
+167:
+  %168 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 0
+  %169 = load <4 x float>, ptr %168, align 16
+  %170 = load i32, ptr %21, align 4
+  %171 = extractelement <4 x float> %169, i32 %170
+  br label %180
+
+172:
+  %173 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 0
+  %174 = load <4 x float>, ptr %173, align 16
+  %175 = extractelement <4 x float> %174, i32 0
+  %176 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 0
+  %177 = load <4 x float>, ptr %176, align 16
+  %178 = extractelement <4 x float> %177, i32 1
+  %179 = fadd float %175, %178
+  br label %180
+
+180:
+  %181 = phi float [ %171, %167 ], [ %179, %172 ]
+  store float %181, ptr %22, align 4
+  %182 = load float, ptr %22, align 4
+  %183 = fptosi float %182 to i32
+  %184 = load ptr, ptr %5, align 8
+  %185 = getelementptr inbounds nuw %struct.Blocks, ptr %184, i32 0, i32 3
+  %186 = load ptr, ptr %185, align 8
+  %187 = load i64, ptr %8, align 8
+  %188 = load i32, ptr %20, align 4
+  %189 = sext i32 %188 to i64
+  %190 = mul nsw i64 %187, %189
+  %191 = load i32, ptr %21, align 4
+  %192 = sext i32 %191 to i64
+  %193 = add nsw i64 %190, %192
+  %194 = getelementptr inbounds i32, ptr %186, i64 %193
+  store i32 %183, ptr %194, align 4
+  %195 = load ptr, ptr %5, align 8
+  %196 = getelementptr inbounds nuw %struct.Blocks, ptr %195, i32 0, i32 2
+  %197 = load ptr, ptr %196, align 8
+  %198 = load i64, ptr %8, align 8
+  %199 = getelementptr inbounds float, ptr %197, i64 %198
+  %200 = load float, ptr %199, align 4
+  %201 = load float, ptr %22, align 4
+  %202 = fmul float %200, %201
+  %203 = load ptr, ptr %5, align 8
+  %204 = getelementptr inbounds nuw %struct.Blocks, ptr %203, i32 0, i32 4
+  %205 = load ptr, ptr %204, align 8
+  %206 = load i64, ptr %8, align 8
+  %207 = load i32, ptr %20, align 4
+  %208 = sext i32 %207 to i64
+  %209 = mul nsw i64 %206, %208
+  %210 = load i32, ptr %21, align 4
+  %211 = sext i32 %210 to i64
+  %212 = add nsw i64 %209, %211
+  %213 = getelementptr inbounds float, ptr %205, i64 %212
+  store float %202, ptr %213, align 4
+  br label %214
+
+214:
+  %215 = load i32, ptr %21, align 4
+  %216 = add nsw i32 %215, 1
+  store i32 %216, ptr %21, align 4
+  br label %159, !llvm.loop !69
+
+217:
+  br label %218
+
+218:
+  %219 = load i64, ptr %8, align 8
+  %220 = add nsw i64 %219, 1
+  store i64 %220, ptr %8, align 8
+  br label %39, !llvm.loop !70
+
+221:
+  ret void
+}
+
+declare <4 x float> @llvm.fabs.v4f32(<4 x float>) #12
+
+define internal i32 @parts_of_tile() #1 {
+  %1 = load i64, ptr @group, align 8
+  %2 = icmp eq i64 %1, 16
+  %3 = zext i1 %2 to i64
+  %4 = select i1 %2, i32 2, i32 1
+  ret i32 %4
+}
+
+define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2) #1 {
+  %4 = alloca i64, align 8
+  %5 = alloca ptr, align 8
+  %6 = alloca i32, align 4
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i32, align 4
+  %10 = alloca i64, align 8
+  %11 = alloca i64, align 8
+  store i64 %0, ptr %4, align 8
+  store ptr %1, ptr %5, align 8
+  store i32 %2, ptr %6, align 4
+  %12 = load i64, ptr %4, align 8
+  %13 = add nsw i64 %12, 1
+  %14 = mul nsw i64 %13, 3
+  %15 = load ptr, ptr %5, align 8
+  %16 = getelementptr inbounds nuw %struct.Blocks, ptr %15, i32 0, i32 13
+  %17 = load i64, ptr %16, align 8
+  %18 = sdiv i64 %17, 16
+  %19 = call i64 @least(i64 noundef %14, i64 noundef %18)
+  store i64 %19, ptr %7, align 8
+  store i64 0, ptr %8, align 8
+  br label %20
+
+20:
+  %21 = load i64, ptr %8, align 8
+  %22 = load ptr, ptr %5, align 8
+  %23 = getelementptr inbounds nuw %struct.Blocks, ptr %22, i32 0, i32 11
+  %24 = load i64, ptr %23, align 8
+  %25 = icmp slt i64 %21, %24
+  br i1 %25, label %27, label %26
+
+26:
+  store i32 2, ptr %9, align 4
+  br label %119
+
+27:
+  %28 = load i64, ptr %4, align 8
+  %29 = mul nsw i64 %28, 3
+  store i64 %29, ptr %10, align 8
+  br label %30
+
+30:
+  %31 = load i64, ptr %10, align 8
+  %32 = load i64, ptr %7, align 8
+  %33 = icmp slt i64 %31, %32
+  br i1 %33, label %35, label %34
+
+34:
+  store i32 5, ptr %9, align 4
+  br label %115
+
+35:
+  store i64 0, ptr %11, align 8
+  br label %36
+
+36:
+  %37 = load i64, ptr %11, align 8
+  %38 = icmp slt i64 %37, 16
+  br i1 %38, label %40, label %39
+
+39:
+  store i32 8, ptr %9, align 4
+  br label %111
+
+40:
+  %41 = load ptr, ptr %5, align 8
+  %42 = getelementptr inbounds nuw %struct.Blocks, ptr %41, i32 0, i32 11
+  %43 = load i64, ptr %42, align 8
+  %44 = load i64, ptr %8, align 8
+  %45 = sub nsw i64 %43, %44
+  %46 = call i64 @least(i64 noundef %45, i64 noundef 4)
+  switch i64 %46, label %107 [
+    i64 1, label %47
+    i64 2, label %61
+    i64 3, label %75
+    i64 4, label %89
+    i64 5, label %103
+    i64 6, label %104
+    i64 7, label %105
+    i64 8, label %106
+  ]
+
+47:
+  %48 = load i32, ptr %6, align 4
+  %49 = icmp ne i32 %48, 0
+  br i1 %49, label %50, label %55
+
+50:
+  %51 = load ptr, ptr %5, align 8
+  %52 = load i64, ptr %10, align 8
+  %53 = load i64, ptr %11, align 8
+  %54 = load i64, ptr %8, align 8
+  call void @integer_tile(ptr noundef %51, i64 noundef %52, i64 noundef %53, i64 noundef %54, i32 noundef 1)
+  br label %60
+
+55:
+  %56 = load ptr, ptr %5, align 8
+  %57 = load i64, ptr %10, align 8
+  %58 = load i64, ptr %11, align 8
+  %59 = load i64, ptr %8, align 8
+  call void @float_tile(ptr noundef %56, i64 noundef %57, i64 noundef %58, i64 noundef %59, i32 noundef 1)
+  br label %60
+
+60:
+  br label %107
+
+61:
+  %62 = load i32, ptr %6, align 4
+  %63 = icmp ne i32 %62, 0
+  br i1 %63, label %64, label %69
+
+64:
+  %65 = load ptr, ptr %5, align 8
+  %66 = load i64, ptr %10, align 8
+  %67 = load i64, ptr %11, align 8
+  %68 = load i64, ptr %8, align 8
+  call void @integer_tile(ptr noundef %65, i64 noundef %66, i64 noundef %67, i64 noundef %68, i32 noundef 2)
+  br label %74
+
+69:
+  %70 = load ptr, ptr %5, align 8
+  %71 = load i64, ptr %10, align 8
+  %72 = load i64, ptr %11, align 8
+  %73 = load i64, ptr %8, align 8
+  call void @float_tile(ptr noundef %70, i64 noundef %71, i64 noundef %72, i64 noundef %73, i32 noundef 2)
+  br label %74
+
+74:
+  br label %107
+
+75:
+  %76 = load i32, ptr %6, align 4
+  %77 = icmp ne i32 %76, 0
+  br i1 %77, label %78, label %83
+
+78:
+  %79 = load ptr, ptr %5, align 8
+  %80 = load i64, ptr %10, align 8
+  %81 = load i64, ptr %11, align 8
+  %82 = load i64, ptr %8, align 8
+  call void @integer_tile(ptr noundef %79, i64 noundef %80, i64 noundef %81, i64 noundef %82, i32 noundef 3)
+  br label %88
+
+83:
+  %84 = load ptr, ptr %5, align 8
+  %85 = load i64, ptr %10, align 8
+  %86 = load i64, ptr %11, align 8
+  %87 = load i64, ptr %8, align 8
+  call void @float_tile(ptr noundef %84, i64 noundef %85, i64 noundef %86, i64 noundef %87, i32 noundef 3)
+  br label %88
+
+88:
+  br label %107
+
+89:
+  %90 = load i32, ptr %6, align 4
+  %91 = icmp ne i32 %90, 0
+  br i1 %91, label %92, label %97
+
+92:
+  %93 = load ptr, ptr %5, align 8
+  %94 = load i64, ptr %10, align 8
+  %95 = load i64, ptr %11, align 8
+  %96 = load i64, ptr %8, align 8
+  call void @integer_tile(ptr noundef %93, i64 noundef %94, i64 noundef %95, i64 noundef %96, i32 noundef 4)
+  br label %102
+
+97:
+  %98 = load ptr, ptr %5, align 8
+  %99 = load i64, ptr %10, align 8
+  %100 = load i64, ptr %11, align 8
+  %101 = load i64, ptr %8, align 8
+  call void @float_tile(ptr noundef %98, i64 noundef %99, i64 noundef %100, i64 noundef %101, i32 noundef 4)
+  br label %102
+
+102:
+  br label %107
+
+103:
+  br label %107
+
+104:
+  br label %107
+
+105:
+  br label %107
+
+106:
+  br label %107
+
+107:
+  br label %108
+
+108:
+  %109 = load i64, ptr %11, align 8
+  %110 = add nsw i64 %109, 4
+  store i64 %110, ptr %11, align 8
+  br label %36, !llvm.loop !71
+
+111:
+  br label %112
+
+112:
+  %113 = load i64, ptr %10, align 8
+  %114 = add nsw i64 %113, 1
+  store i64 %114, ptr %10, align 8
+  br label %30, !llvm.loop !72
+
+115:
+  br label %116
+
+116:
+  %117 = load i64, ptr %8, align 8
+  %118 = add nsw i64 %117, 4
+  store i64 %118, ptr %8, align 8
+  br label %20, !llvm.loop !73
+
+119:
+  ret void
+}
+
+define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #11 {
+  %6 = alloca ptr, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca i32, align 4
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca i32, align 4
+  %14 = alloca i32, align 4
+  %15 = alloca i32, align 4
+  %16 = alloca ptr, align 8
+  %17 = alloca [4 x <4 x float>], align 16
+  %18 = alloca i32, align 4
+  %19 = alloca i64, align 8
+  %20 = alloca i32, align 4
+  %21 = alloca [8 x <4 x i32>], align 16
+  %22 = alloca i32, align 4
+  %23 = alloca i32, align 4
+  %24 = alloca <16 x i8>, align 16
+  %25 = alloca <16 x i8>, align 16
+  %26 = alloca i32, align 4
+  %27 = alloca ptr, align 8
+  %28 = alloca i32, align 4
+  %29 = alloca i64, align 8
+  %30 = alloca <4 x float>, align 16
+  %31 = alloca <4 x float>, align 16
+  %32 = alloca i32, align 4
+  %33 = alloca i64, align 8
+  %34 = alloca <4 x float>, align 16
+  %35 = alloca i32, align 4
+  store ptr %0, ptr %6, align 8
+  store i64 %1, ptr %7, align 8
+  store i64 %2, ptr %8, align 8
+  store i64 %3, ptr %9, align 8
+  store i32 %4, ptr %10, align 4
+  %36 = load ptr, ptr %6, align 8
+  %37 = getelementptr inbounds nuw %struct.Blocks, ptr %36, i32 0, i32 12
+  %38 = load i64, ptr %37, align 8
+  %39 = sdiv i64 %38, 32
+  store i64 %39, ptr %11, align 8
+  %40 = load i64, ptr @code_bits, align 8
+  %41 = mul nsw i64 512, %40
+  %42 = sdiv i64 %41, 8
+  store i64 %42, ptr %12, align 8
+  %43 = call i32 @parts_of_tile()
+  store i32 %43, ptr %13, align 4
+  %44 = load i64, ptr @code_bits, align 8
+  %45 = icmp eq i64 %44, 4
+  br i1 %45, label %47, label %46
+
+46:
+  br label %47
+
+47:
+  %48 = phi i1 [ true, %5 ], [ false, %46 ]
+  %49 = zext i1 %48 to i32
+  store i32 %49, ptr %14, align 4
+  %50 = load i64, ptr @code_bits, align 8
+  %51 = icmp eq i64 %50, 8
+  br i1 %51, label %52, label %55
+
+52:
+  %53 = load i32, ptr %14, align 4
+  %54 = mul nsw i32 128, %53
+  br label %60
+
+55:
+  %56 = load i64, ptr @has_minimum, align 8
+  %57 = icmp ne i64 %56, 0
+  %58 = zext i1 %57 to i64
+  %59 = select i1 %57, i32 0, i32 8
+  br label %60
+
+60:
+  %61 = phi i32 [ %54, %52 ], [ %59, %55 ]
+  store i32 %61, ptr %15, align 4
+  %62 = load ptr, ptr %6, align 8
+  %63 = getelementptr inbounds nuw %struct.Blocks, ptr %62, i32 0, i32 5
+  %64 = load ptr, ptr %63, align 8
+  %65 = load i64, ptr %7, align 8
+  %66 = load i64, ptr %11, align 8
+  %67 = mul nsw i64 %65, %66
+  %68 = load i64, ptr %12, align 8
+  %69 = mul nsw i64 %67, %68
+  %70 = getelementptr inbounds i8, ptr %64, i64 %69
+  %71 = load i64, ptr %8, align 8
+  %72 = mul nsw i64 4, %71
+  %73 = getelementptr inbounds i8, ptr %70, i64 %72
+  store ptr %73, ptr %16, align 8
+  store i32 0, ptr %18, align 4
+  br label %74
+
+74:
+  %75 = load i32, ptr %18, align 4
+  %76 = load i32, ptr %10, align 4
+  %77 = icmp slt i32 %75, %76
+  br i1 %77, label %79, label %78
+
+78:
+  br label %86
+
+79:
+  %80 = load i32, ptr %18, align 4
+  %81 = sext i32 %80 to i64
+  %82 = getelementptr inbounds [4 x <4 x float>], ptr %17, i64 0, i64 %81
+  store <4 x float> zeroinitializer, ptr %82, align 16
+  br label %83
+
+83:
+  %84 = load i32, ptr %18, align 4
+  %85 = add nsw i32 %84, 1
+  store i32 %85, ptr %18, align 4
+  br label %74, !llvm.loop !74
+
+86:
+  store i64 0, ptr %19, align 8
+  br label %87
+
+87:
+  %88 = load i64, ptr %19, align 8
+  %89 = load i64, ptr %11, align 8
+  %90 = icmp slt i64 %88, %89
+  br i1 %90, label %92, label %91
+
+91:
+  store i32 5, ptr %20, align 4
+  br label %365
+
+92:
+  store i32 0, ptr %22, align 4
+  br label %93
+
+93:
+  %94 = load i32, ptr %22, align 4
+  %95 = load i32, ptr %10, align 4
+  %96 = load i32, ptr %13, align 4
+  %97 = mul nsw i32 %95, %96
+  %98 = icmp slt i32 %94, %97
+  br i1 %98, label %100, label %99
+
+99:
+  store i32 8, ptr %20, align 4
+  br label %135
+
+100:
+  %101 = load i32, ptr %15, align 4
+  %102 = sub nsw i32 0, %101
+  %103 = load ptr, ptr %6, align 8
+  %104 = getelementptr inbounds nuw %struct.Blocks, ptr %103, i32 0, i32 3
+  %105 = load ptr, ptr %104, align 8
+  %106 = load i64, ptr %9, align 8
+  %107 = load i32, ptr %22, align 4
+  %108 = load i32, ptr %10, align 4
+  %109 = srem i32 %107, %108
+  %110 = sext i32 %109 to i64
+  %111 = add nsw i64 %106, %110
+  %112 = load i64, ptr %11, align 8
+  %113 = mul nsw i64 %111, %112
+  %114 = load i64, ptr %19, align 8
+  %115 = add nsw i64 %113, %114
+  %116 = load i32, ptr %13, align 4
+  %117 = sext i32 %116 to i64
+  %118 = mul nsw i64 %115, %117
+  %119 = load i32, ptr %22, align 4
+  %120 = load i32, ptr %10, align 4
+  %121 = sdiv i32 %119, %120
+  %122 = sext i32 %121 to i64
+  %123 = add nsw i64 %118, %122
+  %124 = getelementptr inbounds i32, ptr %105, i64 %123
+  %125 = load i32, ptr %124, align 4
+  %126 = mul nsw i32 %102, %125
+  %127 = insertelement <4 x i32> poison, i32 %126, i64 0
+  %128 = shufflevector <4 x i32> %127, <4 x i32> poison, <4 x i32> zeroinitializer
+  %129 = load i32, ptr %22, align 4
+  %130 = sext i32 %129 to i64
+  %131 = getelementptr inbounds [8 x <4 x i32>], ptr %21, i64 0, i64 %130
+  store <4 x i32> %128, ptr %131, align 16
+  br label %132
+
+132:
+  %133 = load i32, ptr %22, align 4
+  %134 = add nsw i32 %133, 1
+  store i32 %134, ptr %22, align 4
+  br label %93, !llvm.loop !75
+
+135:
+  %136 = load ptr, ptr %16, align 8
+  %137 = load i64, ptr %12, align 8
+  call void @prefetch(ptr noundef %136, i64 noundef %137, i64 noundef 4096)
+  store i32 0, ptr %23, align 4
+  br label %138
+
+138:
+  %139 = load i32, ptr %23, align 4
+  %140 = icmp slt i32 %139, 4
+  br i1 %140, label %142, label %141
+
+141:
+  store i32 11, ptr %20, align 4
+  br label %243
+
+142:
+  %143 = load ptr, ptr %16, align 8
+  %144 = load i32, ptr %23, align 4
+  %145 = mul nsw i32 64, %144
+  %146 = sext i32 %145 to i64
+  %147 = getelementptr inbounds i8, ptr %143, i64 %146
+  %148 = load <16 x i8>, ptr %147, align 1
+  store <16 x i8> %148, ptr %24, align 16
+  %149 = load <16 x i8>, ptr %24, align 16
+  %150 = lshr <16 x i8> %149, splat (i8 4)
+  store <16 x i8> %150, ptr %25, align 16
+  %151 = load i64, ptr @code_bits, align 8
+  %152 = icmp eq i64 %151, 4
+  br i1 %152, label %153, label %156
+
+153:
+  %154 = load <16 x i8>, ptr %24, align 16
+  %155 = and <16 x i8> %154, splat (i8 15)
+  store <16 x i8> %155, ptr %24, align 16
+  br label %164
+
+156:
+  %157 = load ptr, ptr %16, align 8
+  %158 = load i32, ptr %23, align 4
+  %159 = add nsw i32 %158, 4
+  %160 = mul nsw i32 64, %159
+  %161 = sext i32 %160 to i64
+  %162 = getelementptr inbounds i8, ptr %157, i64 %161
+  %163 = load <16 x i8>, ptr %162, align 1
+  store <16 x i8> %163, ptr %25, align 16
+  br label %164
+
+164:
+  %165 = load i64, ptr @code_bits, align 8
+  %166 = icmp eq i64 %165, 8
+  br i1 %166, label %167, label %175
+
+167:
+  %168 = load i32, ptr %14, align 4
+  %169 = icmp ne i32 %168, 0
+  br i1 %169, label %170, label %175
+
+170:
+  %171 = load <16 x i8>, ptr %24, align 16
+  %172 = xor <16 x i8> %171, splat (i8 -128)
+  store <16 x i8> %172, ptr %24, align 16
+  %173 = load <16 x i8>, ptr %25, align 16
+  %174 = xor <16 x i8> %173, splat (i8 -128)
+  store <16 x i8> %174, ptr %25, align 16
+  br label %175
+
+175:
+  store i32 0, ptr %26, align 4
+  br label %176
+
+176:
+  %177 = load i32, ptr %26, align 4
+  %178 = load i32, ptr %10, align 4
+  %179 = icmp slt i32 %177, %178
+  br i1 %179, label %181, label %180
+
+180:
+  store i32 14, ptr %20, align 4
+  br label %239
+
+181:
+  %182 = load ptr, ptr %6, align 8
+  %183 = getelementptr inbounds nuw %struct.Blocks, ptr %182, i32 0, i32 1
+  %184 = load ptr, ptr %183, align 8
+  %185 = load i64, ptr %9, align 8
+  %186 = load i32, ptr %26, align 4
+  %187 = sext i32 %186 to i64
+  %188 = add nsw i64 %185, %187
+  %189 = load ptr, ptr %6, align 8
+  %190 = getelementptr inbounds nuw %struct.Blocks, ptr %189, i32 0, i32 12
+  %191 = load i64, ptr %190, align 8
+  %192 = mul nsw i64 %188, %191
+  %193 = getelementptr inbounds i8, ptr %184, i64 %192
+  %194 = load i64, ptr %19, align 8
+  %195 = mul nsw i64 %194, 32
+  %196 = getelementptr inbounds i8, ptr %193, i64 %195
+  store ptr %196, ptr %27, align 8
+  %197 = load i32, ptr %26, align 4
+  %198 = sext i32 %197 to i64
+  %199 = getelementptr inbounds [8 x <4 x i32>], ptr %21, i64 0, i64 %198
+  %200 = load <4 x i32>, ptr %199, align 16
+  %201 = load <16 x i8>, ptr %24, align 16
+  %202 = load ptr, ptr %27, align 8
+  %203 = load i32, ptr %23, align 4
+  %204 = sext i32 %203 to i64
+  %205 = getelementptr inbounds i32, ptr %202, i64 %204
+  %206 = load i32, ptr %205, align 4
+  %207 = call <4 x i32> @add_dot(<4 x i32> noundef %200, <16 x i8> noundef %201, i32 noundef %206)
+  %208 = load i32, ptr %26, align 4
+  %209 = sext i32 %208 to i64
+  %210 = getelementptr inbounds [8 x <4 x i32>], ptr %21, i64 0, i64 %209
+  store <4 x i32> %207, ptr %210, align 16
+  %211 = load i32, ptr %26, align 4
+  %212 = load i32, ptr %13, align 4
+  %213 = sub nsw i32 %212, 1
+  %214 = load i32, ptr %10, align 4
+  %215 = mul nsw i32 %213, %214
+  %216 = add nsw i32 %211, %215
+  %217 = sext i32 %216 to i64
+  %218 = getelementptr inbounds [8 x <4 x i32>], ptr %21, i64 0, i64 %217
+  %219 = load <4 x i32>, ptr %218, align 16
+  %220 = load <16 x i8>, ptr %25, align 16
+  %221 = load ptr, ptr %27, align 8
+  %222 = load i32, ptr %23, align 4
+  %223 = add nsw i32 %222, 4
+  %224 = sext i32 %223 to i64
+  %225 = getelementptr inbounds i32, ptr %221, i64 %224
+  %226 = load i32, ptr %225, align 4
+  %227 = call <4 x i32> @add_dot(<4 x i32> noundef %219, <16 x i8> noundef %220, i32 noundef %226)
+  %228 = load i32, ptr %26, align 4
+  %229 = load i32, ptr %13, align 4
+  %230 = sub nsw i32 %229, 1
+  %231 = load i32, ptr %10, align 4
+  %232 = mul nsw i32 %230, %231
+  %233 = add nsw i32 %228, %232
+  %234 = sext i32 %233 to i64
+  %235 = getelementptr inbounds [8 x <4 x i32>], ptr %21, i64 0, i64 %234
+  store <4 x i32> %227, ptr %235, align 16
+  br label %236
+
+236:
+  %237 = load i32, ptr %26, align 4
+  %238 = add nsw i32 %237, 1
+  store i32 %238, ptr %26, align 4
+  br label %176, !llvm.loop !76
+
+239:
+  br label %240
+
+240:
+  %241 = load i32, ptr %23, align 4
+  %242 = add nsw i32 %241, 1
+  store i32 %242, ptr %23, align 4
+  br label %138, !llvm.loop !77
+
+243:
+  store i32 0, ptr %28, align 4
+  br label %244
+
+244:
+  %245 = load i32, ptr %28, align 4
+  %246 = load i32, ptr %13, align 4
+  %247 = icmp slt i32 %245, %246
+  br i1 %247, label %249, label %248
+
+248:
+  store i32 17, ptr %20, align 4
+  br label %358
+
+249:
+  %250 = load i64, ptr %19, align 8
+  %251 = mul nsw i64 %250, 32
+  %252 = load i32, ptr %28, align 4
+  %253 = mul nsw i32 %252, 16
+  %254 = sext i32 %253 to i64
+  %255 = add nsw i64 %251, %254
+  store i64 %255, ptr %29, align 8
+  %256 = load ptr, ptr %6, align 8
+  %257 = load ptr, ptr %6, align 8
+  %258 = getelementptr inbounds nuw %struct.Blocks, ptr %257, i32 0, i32 6
+  %259 = load ptr, ptr %258, align 8
+  %260 = load ptr, ptr %6, align 8
+  %261 = getelementptr inbounds nuw %struct.Blocks, ptr %260, i32 0, i32 8
+  %262 = load ptr, ptr %261, align 8
+  %263 = load i64, ptr %7, align 8
+  %264 = load i64, ptr %8, align 8
+  %265 = load i64, ptr %29, align 8
+  %266 = call <4 x float> @group_values(ptr noundef %256, ptr noundef %259, ptr noundef %262, i64 noundef %263, i64 noundef %264, i64 noundef %265)
+  store <4 x float> %266, ptr %30, align 16
+  store <4 x float> zeroinitializer, ptr %31, align 16
+  %267 = load i64, ptr @has_minimum, align 8
+  %268 = icmp ne i64 %267, 0
+  br i1 %268, label %269, label %281
+
+269:
+  %270 = load ptr, ptr %6, align 8
+  %271 = load ptr, ptr %6, align 8
+  %272 = getelementptr inbounds nuw %struct.Blocks, ptr %271, i32 0, i32 7
+  %273 = load ptr, ptr %272, align 8
+  %274 = load ptr, ptr %6, align 8
+  %275 = getelementptr inbounds nuw %struct.Blocks, ptr %274, i32 0, i32 9
+  %276 = load ptr, ptr %275, align 8
+  %277 = load i64, ptr %7, align 8
+  %278 = load i64, ptr %8, align 8
+  %279 = load i64, ptr %29, align 8
+  %280 = call <4 x float> @group_values(ptr noundef %270, ptr noundef %273, ptr noundef %276, i64 noundef %277, i64 noundef %278, i64 noundef %279)
+  store <4 x float> %280, ptr %31, align 16
+  br label %281
+
+281:
+  store i32 0, ptr %32, align 4
+  br label %282
+
+282:
+  %283 = load i32, ptr %32, align 4
+  %284 = load i32, ptr %10, align 4
+  %285 = icmp slt i32 %283, %284
+  br i1 %285, label %287, label %286
+
+286:
+  store i32 20, ptr %20, align 4
+  br label %354
+
+287:
+  %288 = load i64, ptr %9, align 8
+  %289 = load i32, ptr %32, align 4
+  %290 = sext i32 %289 to i64
+  %291 = add nsw i64 %288, %290
+  %292 = load i64, ptr %11, align 8
+  %293 = mul nsw i64 %291, %292
+  %294 = load i64, ptr %19, align 8
+  %295 = add nsw i64 %293, %294
+  store i64 %295, ptr %33, align 8
+  %296 = load i32, ptr %32, align 4
+  %297 = load i32, ptr %28, align 4
+  %298 = load i32, ptr %10, align 4
+  %299 = mul nsw i32 %297, %298
+  %300 = add nsw i32 %296, %299
+  %301 = sext i32 %300 to i64
+  %302 = getelementptr inbounds [8 x <4 x i32>], ptr %21, i64 0, i64 %301
+  %303 = load <4 x i32>, ptr %302, align 16
+  %304 = sitofp <4 x i32> %303 to <4 x float>
+  store <4 x float> %304, ptr %34, align 16
+  %305 = load <4 x float>, ptr %30, align 16
+  %306 = load ptr, ptr %6, align 8
+  %307 = getelementptr inbounds nuw %struct.Blocks, ptr %306, i32 0, i32 2
+  %308 = load ptr, ptr %307, align 8
+  %309 = load i64, ptr %33, align 8
+  %310 = getelementptr inbounds float, ptr %308, i64 %309
+  %311 = load float, ptr %310, align 4
+  %312 = insertelement <4 x float> poison, float %311, i64 0
+  %313 = shufflevector <4 x float> %312, <4 x float> poison, <4 x i32> zeroinitializer
+  %314 = fmul <4 x float> %305, %313
+  %315 = load <4 x float>, ptr %34, align 16
+  %316 = load i32, ptr %32, align 4
+  %317 = sext i32 %316 to i64
+  %318 = getelementptr inbounds [4 x <4 x float>], ptr %17, i64 0, i64 %317
+  %319 = load <4 x float>, ptr %318, align 16
+  %320 = call <4 x float> @fma_(<4 x float> noundef %314, <4 x float> noundef %315, <4 x float> noundef %319)
+  %321 = load i32, ptr %32, align 4
+  %322 = sext i32 %321 to i64
+  %323 = getelementptr inbounds [4 x <4 x float>], ptr %17, i64 0, i64 %322
+  store <4 x float> %320, ptr %323, align 16
+  %324 = load i64, ptr @has_minimum, align 8
+  %325 = icmp ne i64 %324, 0
+  br i1 %325, label %326, label %350
+
+326:
+  %327 = load <4 x float>, ptr %31, align 16
+  %328 = load ptr, ptr %6, align 8
+  %329 = getelementptr inbounds nuw %struct.Blocks, ptr %328, i32 0, i32 4
+  %330 = load ptr, ptr %329, align 8
+  %331 = load i64, ptr %33, align 8
+  %332 = load i32, ptr %13, align 4
+  %333 = sext i32 %332 to i64
+  %334 = mul nsw i64 %331, %333
+  %335 = load i32, ptr %28, align 4
+  %336 = sext i32 %335 to i64
+  %337 = add nsw i64 %334, %336
+  %338 = getelementptr inbounds float, ptr %330, i64 %337
+  %339 = load float, ptr %338, align 4
+  %340 = insertelement <4 x float> poison, float %339, i64 0
+  %341 = shufflevector <4 x float> %340, <4 x float> poison, <4 x i32> zeroinitializer
+  %342 = load i32, ptr %32, align 4
+  %343 = sext i32 %342 to i64
+  %344 = getelementptr inbounds [4 x <4 x float>], ptr %17, i64 0, i64 %343
+  %345 = load <4 x float>, ptr %344, align 16
+  %346 = call <4 x float> @fma_(<4 x float> noundef %327, <4 x float> noundef %341, <4 x float> noundef %345)
+  %347 = load i32, ptr %32, align 4
+  %348 = sext i32 %347 to i64
+  %349 = getelementptr inbounds [4 x <4 x float>], ptr %17, i64 0, i64 %348
+  store <4 x float> %346, ptr %349, align 16
+  br label %350
+
+350:
+  br label %351
+
+351:
+  %352 = load i32, ptr %32, align 4
+  %353 = add nsw i32 %352, 1
+  store i32 %353, ptr %32, align 4
+  br label %282, !llvm.loop !78
+
+354:
+  br label %355
+
+355:
+  %356 = load i32, ptr %28, align 4
+  %357 = add nsw i32 %356, 1
+  store i32 %357, ptr %28, align 4
+  br label %244, !llvm.loop !79
+
+358:
+  br label %359
+
+359:
+  %360 = load i64, ptr %19, align 8
+  %361 = add nsw i64 %360, 1
+  store i64 %361, ptr %19, align 8
+  %362 = load i64, ptr %12, align 8
+  %363 = load ptr, ptr %16, align 8
+  %364 = getelementptr inbounds i8, ptr %363, i64 %362
+  store ptr %364, ptr %16, align 8
+  br label %87, !llvm.loop !80
+
+365:
+  store i32 0, ptr %35, align 4
+  br label %366
+
+366:
+  %367 = load i32, ptr %35, align 4
+  %368 = load i32, ptr %10, align 4
+  %369 = icmp slt i32 %367, %368
+  br i1 %369, label %371, label %370
+
+370:
+  store i32 23, ptr %20, align 4
+  br label %396
+
+371:
+  %372 = load ptr, ptr %6, align 8
+  %373 = getelementptr inbounds nuw %struct.Blocks, ptr %372, i32 0, i32 10
+  %374 = load ptr, ptr %373, align 8
+  %375 = load i64, ptr %9, align 8
+  %376 = load i32, ptr %35, align 4
+  %377 = sext i32 %376 to i64
+  %378 = add nsw i64 %375, %377
+  %379 = load ptr, ptr %6, align 8
+  %380 = getelementptr inbounds nuw %struct.Blocks, ptr %379, i32 0, i32 13
+  %381 = load i64, ptr %380, align 8
+  %382 = mul nsw i64 %378, %381
+  %383 = getelementptr inbounds float, ptr %374, i64 %382
+  %384 = load i64, ptr %7, align 8
+  %385 = mul nsw i64 %384, 16
+  %386 = getelementptr inbounds float, ptr %383, i64 %385
+  %387 = load i64, ptr %8, align 8
+  %388 = getelementptr inbounds float, ptr %386, i64 %387
+  %389 = load i32, ptr %35, align 4
+  %390 = sext i32 %389 to i64
+  %391 = getelementptr inbounds [4 x <4 x float>], ptr %17, i64 0, i64 %390
+  %392 = load <4 x float>, ptr %391, align 16
+  call void @store(ptr noundef %388, <4 x float> noundef %392)
+  br label %393
+
+393:
+  %394 = load i32, ptr %35, align 4
+  %395 = add nsw i32 %394, 1
+  store i32 %395, ptr %35, align 4
+  br label %366, !llvm.loop !81
+
+396:
+  ret void
+}
+
+define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2, i64 noundef %3, i32 noundef %4) #11 {
+  %6 = alloca ptr, align 8
+  %7 = alloca i64, align 8
+  %8 = alloca i64, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca i32, align 4
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca ptr, align 8
+  %14 = alloca [8 x <4 x float>], align 16
+  %15 = alloca i32, align 4
+  %16 = alloca i64, align 8
+  %17 = alloca i32, align 4
+  %18 = alloca i32, align 4
+  %19 = alloca i64, align 8
+  %20 = alloca <4 x float>, align 16
+  %21 = alloca <4 x float>, align 16
+  %22 = alloca i32, align 4
+  %23 = alloca <4 x i32>, align 16
+  %24 = alloca i32, align 4
+  %25 = alloca <4 x i32>, align 16
+  %26 = alloca <4 x float>, align 16
+  %27 = alloca i32, align 4
+  %28 = alloca float, align 4
+  %29 = alloca i32, align 4
+  store ptr %0, ptr %6, align 8
+  store i64 %1, ptr %7, align 8
+  store i64 %2, ptr %8, align 8
+  store i64 %3, ptr %9, align 8
+  store i32 %4, ptr %10, align 4
+  %30 = load ptr, ptr %6, align 8
+  %31 = getelementptr inbounds nuw %struct.Blocks, ptr %30, i32 0, i32 12
+  %32 = load i64, ptr %31, align 8
+  %33 = sdiv i64 %32, 32
+  store i64 %33, ptr %11, align 8
+  %34 = load i64, ptr @code_bits, align 8
+  %35 = mul nsw i64 512, %34
+  %36 = sdiv i64 %35, 8
+  store i64 %36, ptr %12, align 8
+  %37 = load ptr, ptr %6, align 8
+  %38 = getelementptr inbounds nuw %struct.Blocks, ptr %37, i32 0, i32 5
+  %39 = load ptr, ptr %38, align 8
+  %40 = load i64, ptr %7, align 8
+  %41 = load i64, ptr %11, align 8
+  %42 = mul nsw i64 %40, %41
+  %43 = load i64, ptr %12, align 8
+  %44 = mul nsw i64 %42, %43
+  %45 = getelementptr inbounds i8, ptr %39, i64 %44
+  %46 = load i64, ptr %8, align 8
+  %47 = mul nsw i64 4, %46
+  %48 = getelementptr inbounds i8, ptr %45, i64 %47
+  store ptr %48, ptr %13, align 8
+  store i32 0, ptr %15, align 4
+  br label %49
+
+49:
+  %50 = load i32, ptr %15, align 4
+  %51 = load i32, ptr %10, align 4
+  %52 = mul nsw i32 2, %51
+  %53 = icmp slt i32 %50, %52
+  br i1 %53, label %55, label %54
+
+54:
+  br label %62
+
+55:
+  %56 = load i32, ptr %15, align 4
+  %57 = sext i32 %56 to i64
+  %58 = getelementptr inbounds [8 x <4 x float>], ptr %14, i64 0, i64 %57
+  store <4 x float> zeroinitializer, ptr %58, align 16
+  br label %59
+
+59:
+  %60 = load i32, ptr %15, align 4
+  %61 = add nsw i32 %60, 1
+  store i32 %61, ptr %15, align 4
+  br label %49, !llvm.loop !82
+
+62:
+  store i64 0, ptr %16, align 8
+  br label %63
+
+63:
+  %64 = load i64, ptr %16, align 8
+  %65 = load i64, ptr %11, align 8
+  %66 = icmp slt i64 %64, %65
+  br i1 %66, label %68, label %67
+
+67:
+  store i32 5, ptr %17, align 4
+  br label %239
+
+68:
+  %69 = load ptr, ptr %13, align 8
+  %70 = load i64, ptr %12, align 8
+  call void @prefetch(ptr noundef %69, i64 noundef %70, i64 noundef 4096)
+  store i32 0, ptr %18, align 4
+  br label %71
+
+71:
+  %72 = load i32, ptr %18, align 4
+  %73 = icmp slt i32 %72, 2
+  br i1 %73, label %75, label %74
+
+74:
+  store i32 8, ptr %17, align 4
+  br label %232
+
+75:
+  %76 = load i64, ptr %16, align 8
+  %77 = mul nsw i64 %76, 32
+  %78 = load i32, ptr %18, align 4
+  %79 = mul nsw i32 %78, 16
+  %80 = sext i32 %79 to i64
+  %81 = add nsw i64 %77, %80
+  store i64 %81, ptr %19, align 8
+  %82 = load ptr, ptr %6, align 8
+  %83 = load ptr, ptr %6, align 8
+  %84 = getelementptr inbounds nuw %struct.Blocks, ptr %83, i32 0, i32 6
+  %85 = load ptr, ptr %84, align 8
+  %86 = load ptr, ptr %6, align 8
+  %87 = getelementptr inbounds nuw %struct.Blocks, ptr %86, i32 0, i32 8
+  %88 = load ptr, ptr %87, align 8
+  %89 = load i64, ptr %7, align 8
+  %90 = load i64, ptr %8, align 8
+  %91 = load i64, ptr %19, align 8
+  %92 = call <4 x float> @group_values(ptr noundef %82, ptr noundef %85, ptr noundef %88, i64 noundef %89, i64 noundef %90, i64 noundef %91)
+  store <4 x float> %92, ptr %20, align 16
+  %93 = load <4 x float>, ptr %20, align 16
+  %94 = load i64, ptr @code_bits, align 8
+  %95 = icmp eq i64 %94, 4
+  %96 = zext i1 %95 to i64
+  %97 = select i1 %95, float -8.000000e+00, float 0.000000e+00
+  %98 = insertelement <4 x float> poison, float %97, i64 0
+  %99 = shufflevector <4 x float> %98, <4 x float> poison, <4 x i32> zeroinitializer
+  %100 = fmul <4 x float> %93, %99
+  store <4 x float> %100, ptr %21, align 16
+  %101 = load i64, ptr @has_minimum, align 8
+  %102 = icmp ne i64 %101, 0
+  br i1 %102, label %103, label %115
+
+103:
+  %104 = load ptr, ptr %6, align 8
+  %105 = load ptr, ptr %6, align 8
+  %106 = getelementptr inbounds nuw %struct.Blocks, ptr %105, i32 0, i32 7
+  %107 = load ptr, ptr %106, align 8
+  %108 = load ptr, ptr %6, align 8
+  %109 = getelementptr inbounds nuw %struct.Blocks, ptr %108, i32 0, i32 9
+  %110 = load ptr, ptr %109, align 8
+  %111 = load i64, ptr %7, align 8
+  %112 = load i64, ptr %8, align 8
+  %113 = load i64, ptr %19, align 8
+  %114 = call <4 x float> @group_values(ptr noundef %104, ptr noundef %107, ptr noundef %110, i64 noundef %111, i64 noundef %112, i64 noundef %113)
+  store <4 x float> %114, ptr %21, align 16
+  br label %115
+
+115:
+  store i32 0, ptr %22, align 4
+  br label %116
+
+116:
+  %117 = load i32, ptr %22, align 4
+  %118 = icmp slt i32 %117, 4
+  br i1 %118, label %120, label %119
+
+119:
+  store i32 11, ptr %17, align 4
+  br label %228
+
+120:
+  %121 = load ptr, ptr %13, align 8
+  %122 = load i64, ptr @code_bits, align 8
+  %123 = icmp eq i64 %122, 4
+  br i1 %123, label %124, label %126
+
+124:
+  %125 = load i32, ptr %22, align 4
+  br label %131
+
+126:
+  %127 = load i32, ptr %18, align 4
+  %128 = mul nsw i32 4, %127
+  %129 = load i32, ptr %22, align 4
+  %130 = add nsw i32 %128, %129
+  br label %131
+
+131:
+  %132 = phi i32 [ %125, %124 ], [ %130, %126 ]
+  %133 = mul nsw i32 64, %132
+  %134 = sext i32 %133 to i64
+  %135 = getelementptr inbounds i8, ptr %121, i64 %134
+  %136 = load <4 x i32>, ptr %135, align 1
+  store <4 x i32> %136, ptr %23, align 16
+  store i32 0, ptr %24, align 4
+  br label %137
+
+137:
+  %138 = load i32, ptr %24, align 4
+  %139 = icmp slt i32 %138, 4
+  br i1 %139, label %141, label %140
+
+140:
+  store i32 14, ptr %17, align 4
+  br label %224
+
+141:
+  %142 = load i64, ptr @code_bits, align 8
+  %143 = icmp eq i64 %142, 4
+  br i1 %143, label %144, label %155
+
+144:
+  %145 = load <4 x i32>, ptr %23, align 16
+  %146 = load i32, ptr %24, align 4
+  %147 = mul nsw i32 8, %146
+  %148 = load i32, ptr %18, align 4
+  %149 = mul nsw i32 4, %148
+  %150 = add nsw i32 %147, %149
+  %151 = insertelement <4 x i32> poison, i32 %150, i64 0
+  %152 = shufflevector <4 x i32> %151, <4 x i32> poison, <4 x i32> zeroinitializer
+  %153 = ashr <4 x i32> %145, %152
+  %154 = and <4 x i32> %153, splat (i32 15)
+  br label %164
+
+155:
+  %156 = load <4 x i32>, ptr %23, align 16
+  %157 = load i32, ptr %24, align 4
+  %158 = mul nsw i32 8, %157
+  %159 = sub nsw i32 24, %158
+  %160 = insertelement <4 x i32> poison, i32 %159, i64 0
+  %161 = shufflevector <4 x i32> %160, <4 x i32> poison, <4 x i32> zeroinitializer
+  %162 = shl <4 x i32> %156, %161
+  %163 = ashr <4 x i32> %162, splat (i32 24)
+  br label %164
+
+164:
+  %165 = phi <4 x i32> [ %154, %144 ], [ %163, %155 ]
+  store <4 x i32> %165, ptr %25, align 16
+  %166 = load <4 x i32>, ptr %25, align 16
+  %167 = sitofp <4 x i32> %166 to <4 x float>
+  %168 = load <4 x float>, ptr %20, align 16
+  %169 = load <4 x float>, ptr %21, align 16
+  %170 = call <4 x float> @fma_(<4 x float> noundef %167, <4 x float> noundef %168, <4 x float> noundef %169)
+  store <4 x float> %170, ptr %26, align 16
+  store i32 0, ptr %27, align 4
+  br label %171
+
+171:
+  %172 = load i32, ptr %27, align 4
+  %173 = load i32, ptr %10, align 4
+  %174 = icmp slt i32 %172, %173
+  br i1 %174, label %176, label %175
+
+175:
+  store i32 17, ptr %17, align 4
+  br label %220
+
+176:
+  %177 = load ptr, ptr %6, align 8
+  %178 = getelementptr inbounds nuw %struct.Blocks, ptr %177, i32 0, i32 0
+  %179 = load ptr, ptr %178, align 8
+  %180 = load i64, ptr %9, align 8
+  %181 = load i32, ptr %27, align 4
+  %182 = sext i32 %181 to i64
+  %183 = add nsw i64 %180, %182
+  %184 = load ptr, ptr %6, align 8
+  %185 = getelementptr inbounds nuw %struct.Blocks, ptr %184, i32 0, i32 12
+  %186 = load i64, ptr %185, align 8
+  %187 = mul nsw i64 %183, %186
+  %188 = load i64, ptr %19, align 8
+  %189 = add nsw i64 %187, %188
+  %190 = load i32, ptr %22, align 4
+  %191 = mul nsw i32 4, %190
+  %192 = sext i32 %191 to i64
+  %193 = add nsw i64 %189, %192
+  %194 = load i32, ptr %24, align 4
+  %195 = sext i32 %194 to i64
+  %196 = add nsw i64 %193, %195
+  %197 = getelementptr inbounds float, ptr %179, i64 %196
+  %198 = load float, ptr %197, align 4
+  store float %198, ptr %28, align 4
+  %199 = load float, ptr %28, align 4
+  %200 = insertelement <4 x float> poison, float %199, i64 0
+  %201 = shufflevector <4 x float> %200, <4 x float> poison, <4 x i32> zeroinitializer
+  %202 = load <4 x float>, ptr %26, align 16
+  %203 = load i32, ptr %27, align 4
+  %204 = mul nsw i32 2, %203
+  %205 = load i32, ptr %18, align 4
+  %206 = add nsw i32 %204, %205
+  %207 = sext i32 %206 to i64
+  %208 = getelementptr inbounds [8 x <4 x float>], ptr %14, i64 0, i64 %207
+  %209 = load <4 x float>, ptr %208, align 16
+  %210 = call <4 x float> @fma_(<4 x float> noundef %201, <4 x float> noundef %202, <4 x float> noundef %209)
+  %211 = load i32, ptr %27, align 4
+  %212 = mul nsw i32 2, %211
+  %213 = load i32, ptr %18, align 4
+  %214 = add nsw i32 %212, %213
+  %215 = sext i32 %214 to i64
+  %216 = getelementptr inbounds [8 x <4 x float>], ptr %14, i64 0, i64 %215
+  store <4 x float> %210, ptr %216, align 16
+  br label %217
+
+217:
+  %218 = load i32, ptr %27, align 4
+  %219 = add nsw i32 %218, 1
+  store i32 %219, ptr %27, align 4
+  br label %171, !llvm.loop !83
+
+220:
+  br label %221
+
+221:
+  %222 = load i32, ptr %24, align 4
+  %223 = add nsw i32 %222, 1
+  store i32 %223, ptr %24, align 4
+  br label %137, !llvm.loop !84
+
+224:
+  br label %225
+
+225:
+  %226 = load i32, ptr %22, align 4
+  %227 = add nsw i32 %226, 1
+  store i32 %227, ptr %22, align 4
+  br label %116, !llvm.loop !85
+
+228:
+  br label %229
+
+229:
+  %230 = load i32, ptr %18, align 4
+  %231 = add nsw i32 %230, 1
+  store i32 %231, ptr %18, align 4
+  br label %71, !llvm.loop !86
+
+232:
+  br label %233
+
+233:
+  %234 = load i64, ptr %16, align 8
+  %235 = add nsw i64 %234, 1
+  store i64 %235, ptr %16, align 8
+  %236 = load i64, ptr %12, align 8
+  %237 = load ptr, ptr %13, align 8
+  %238 = getelementptr inbounds i8, ptr %237, i64 %236
+  store ptr %238, ptr %13, align 8
+  br label %63, !llvm.loop !87
+
+239:
+  store i32 0, ptr %29, align 4
+  br label %240
+
+240:
+  %241 = load i32, ptr %29, align 4
+  %242 = load i32, ptr %10, align 4
+  %243 = icmp slt i32 %241, %242
+  br i1 %243, label %245, label %244
+
+244:
+  store i32 20, ptr %17, align 4
+  br label %278
+
+245:
+  %246 = load ptr, ptr %6, align 8
+  %247 = getelementptr inbounds nuw %struct.Blocks, ptr %246, i32 0, i32 10
+  %248 = load ptr, ptr %247, align 8
+  %249 = load i64, ptr %9, align 8
+  %250 = load i32, ptr %29, align 4
+  %251 = sext i32 %250 to i64
+  %252 = add nsw i64 %249, %251
+  %253 = load ptr, ptr %6, align 8
+  %254 = getelementptr inbounds nuw %struct.Blocks, ptr %253, i32 0, i32 13
+  %255 = load i64, ptr %254, align 8
+  %256 = mul nsw i64 %252, %255
+  %257 = getelementptr inbounds float, ptr %248, i64 %256
+  %258 = load i64, ptr %7, align 8
+  %259 = mul nsw i64 %258, 16
+  %260 = getelementptr inbounds float, ptr %257, i64 %259
+  %261 = load i64, ptr %8, align 8
+  %262 = getelementptr inbounds float, ptr %260, i64 %261
+  %263 = load i32, ptr %29, align 4
+  %264 = mul nsw i32 2, %263
+  %265 = sext i32 %264 to i64
+  %266 = getelementptr inbounds [8 x <4 x float>], ptr %14, i64 0, i64 %265
+  %267 = load <4 x float>, ptr %266, align 16
+  %268 = load i32, ptr %29, align 4
+  %269 = mul nsw i32 2, %268
+  %270 = add nsw i32 %269, 1
+  %271 = sext i32 %270 to i64
+  %272 = getelementptr inbounds [8 x <4 x float>], ptr %14, i64 0, i64 %271
+  %273 = load <4 x float>, ptr %272, align 16
+  %274 = fadd <4 x float> %267, %273
+  call void @store(ptr noundef %262, <4 x float> noundef %274)
+  br label %275
+
+275:
+  %276 = load i32, ptr %29, align 4
+  %277 = add nsw i32 %276, 1
+  store i32 %277, ptr %29, align 4
+  br label %240, !llvm.loop !88
+
+278:
+  ret void
+}
+
+define internal <4 x i32> @add_dot(<4 x i32> noundef %0, <16 x i8> noundef %1, i32 noundef %2) #11 {
+  %4 = alloca <4 x i32>, align 16
+  %5 = alloca <16 x i8>, align 16
+  %6 = alloca i32, align 4
+  %7 = alloca <4 x i32>, align 16
+  %8 = alloca <4 x i32>, align 16
+  %9 = alloca i32, align 4
+  store <4 x i32> %0, ptr %4, align 16
+  store <16 x i8> %1, ptr %5, align 16
+  store i32 %2, ptr %6, align 4
+  %10 = load i32, ptr %6, align 4
+  %11 = insertelement <4 x i32> poison, i32 %10, i64 0
+  %12 = shufflevector <4 x i32> %11, <4 x i32> poison, <4 x i32> zeroinitializer
+  store <4 x i32> %12, ptr %7, align 16
+  %13 = load <4 x i8>, ptr %6, align 4
+  %14 = sext <4 x i8> %13 to <4 x i32>
+  store <4 x i32> %14, ptr %8, align 16
+  store i32 0, ptr %9, align 4
+  br label %15
+
+15:
+  %16 = load i32, ptr %9, align 4
+  %17 = icmp slt i32 %16, 4
+  br i1 %17, label %19, label %18
+
+18:
+  br label %40
+
+19:
+  %20 = load <16 x i8>, ptr %5, align 16
+  %21 = bitcast <16 x i8> %20 to <4 x i32>
+  %22 = load i32, ptr %9, align 4
+  %23 = mul nsw i32 8, %22
+  %24 = sub nsw i32 24, %23
+  %25 = insertelement <4 x i32> poison, i32 %24, i64 0
+  %26 = shufflevector <4 x i32> %25, <4 x i32> poison, <4 x i32> zeroinitializer
+  %27 = shl <4 x i32> %21, %26
+  %28 = ashr <4 x i32> %27, splat (i32 24)
+  %29 = load <4 x i32>, ptr %8, align 16
+  %30 = load i32, ptr %9, align 4
+  %31 = extractelement <4 x i32> %29, i32 %30
+  %32 = insertelement <4 x i32> poison, i32 %31, i64 0
+  %33 = shufflevector <4 x i32> %32, <4 x i32> poison, <4 x i32> zeroinitializer
+  %34 = mul <4 x i32> %28, %33
+  %35 = load <4 x i32>, ptr %4, align 16
+  %36 = add <4 x i32> %35, %34
+  store <4 x i32> %36, ptr %4, align 16
+  br label %37
+
+37:
+  %38 = load i32, ptr %9, align 4
+  %39 = add nsw i32 %38, 1
+  store i32 %39, ptr %9, align 4
+  br label %15, !llvm.loop !89
+
+40:
+  %41 = load <4 x i32>, ptr %4, align 16
+  ret <4 x i32> %41
+}
+
+define internal <4 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i64 noundef %5) #11 {
+  %7 = alloca <4 x float>, align 16
+  %8 = alloca ptr, align 8
+  %9 = alloca ptr, align 8
+  %10 = alloca ptr, align 8
+  %11 = alloca i64, align 8
+  %12 = alloca i64, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca i64, align 8
+  %15 = alloca i32, align 4
+  %16 = alloca i64, align 8
+  store ptr %0, ptr %8, align 8
+  store ptr %1, ptr %9, align 8
+  store ptr %2, ptr %10, align 8
+  store i64 %3, ptr %11, align 8
+  store i64 %4, ptr %12, align 8
+  store i64 %5, ptr %13, align 8
+  %17 = load i64, ptr %11, align 8
+  %18 = load ptr, ptr %8, align 8
+  %19 = getelementptr inbounds nuw %struct.Blocks, ptr %18, i32 0, i32 12
+  %20 = load i64, ptr %19, align 8
+  %21 = load i64, ptr @group, align 8
+  %22 = sdiv i64 %20, %21
+  %23 = mul nsw i64 %17, %22
+  %24 = load i64, ptr %13, align 8
+  %25 = load i64, ptr @group, align 8
+  %26 = sdiv i64 %24, %25
+  %27 = add nsw i64 %23, %26
+  %28 = mul nsw i64 %27, 16
+  %29 = load i64, ptr %12, align 8
+  %30 = add nsw i64 %28, %29
+  store i64 %30, ptr %14, align 8
+  %31 = load i64, ptr @outer, align 8
+  %32 = icmp ne i64 %31, 0
+  br i1 %32, label %38, label %33
+
+33:
+  %34 = load ptr, ptr %9, align 8
+  %35 = load i64, ptr %14, align 8
+  %36 = call ptr @element(ptr noundef %34, i64 noundef %35, i32 noundef 2)
+  %37 = call <4 x float> @load(ptr noundef %36, i32 noundef 2)
+  store <4 x float> %37, ptr %7, align 16
+  store i32 1, ptr %15, align 4
+  br label %62
+
+38:
+  %39 = load i64, ptr %11, align 8
+  %40 = load ptr, ptr %8, align 8
+  %41 = getelementptr inbounds nuw %struct.Blocks, ptr %40, i32 0, i32 12
+  %42 = load i64, ptr %41, align 8
+  %43 = load i64, ptr @outer, align 8
+  %44 = sdiv i64 %42, %43
+  %45 = mul nsw i64 %39, %44
+  %46 = load i64, ptr %13, align 8
+  %47 = load i64, ptr @outer, align 8
+  %48 = sdiv i64 %46, %47
+  %49 = add nsw i64 %45, %48
+  %50 = mul nsw i64 %49, 16
+  %51 = load i64, ptr %12, align 8
+  %52 = add nsw i64 %50, %51
+  store i64 %52, ptr %16, align 8
+  %53 = load ptr, ptr %9, align 8
+  %54 = load i64, ptr %14, align 8
+  %55 = call ptr @element(ptr noundef %53, i64 noundef %54, i32 noundef 3)
+  %56 = call <4 x float> @load(ptr noundef %55, i32 noundef 3)
+  %57 = load ptr, ptr %10, align 8
+  %58 = load i64, ptr %16, align 8
+  %59 = call ptr @element(ptr noundef %57, i64 noundef %58, i32 noundef 2)
+  %60 = call <4 x float> @load(ptr noundef %59, i32 noundef 2)
+  %61 = fmul <4 x float> %56, %60
+  store <4 x float> %61, ptr %7, align 16
+  store i32 1, ptr %15, align 4
+  br label %62
+
+62:
+  %63 = load <4 x float>, ptr %7, align 16
+  ret <4 x float> %63
+}
+
 attributes #0 = { nounwind }
 attributes #1 = { alwaysinline nounwind }
 attributes #2 = { nounwind }
@@ -5049,3 +6909,27 @@ attributes #16 = { nounwind }
 !63 = distinct !{!63, !7, !24}
 !64 = distinct !{!64, !7}
 !65 = distinct !{!65, !7, !24}
+!66 = distinct !{!66, !7}
+!67 = distinct !{!67, !7, !24}
+!68 = distinct !{!68, !7, !24}
+!69 = distinct !{!69, !7}
+!70 = distinct !{!70, !7}
+!71 = distinct !{!71, !7}
+!72 = distinct !{!72, !7}
+!73 = distinct !{!73, !7}
+!74 = distinct !{!74, !7, !24}
+!75 = distinct !{!75, !7, !24}
+!76 = distinct !{!76, !7, !24}
+!77 = distinct !{!77, !7, !24}
+!78 = distinct !{!78, !7, !24}
+!79 = distinct !{!79, !7, !24}
+!80 = distinct !{!80, !7}
+!81 = distinct !{!81, !7, !24}
+!82 = distinct !{!82, !7, !24}
+!83 = distinct !{!83, !7, !24}
+!84 = distinct !{!84, !7, !24}
+!85 = distinct !{!85, !7}
+!86 = distinct !{!86, !7, !24}
+!87 = distinct !{!87, !7}
+!88 = distinct !{!88, !7, !24}
+!89 = distinct !{!89, !7, !24}

@@ -28,7 +28,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from failfast_jax.kernels import cpu_kernels
-from failfast_jax.util.compilation import Program
+from failfast_jax.util.compilation import Program, name_of
 from failfast_jax.util.files import write_atomically
 from failfast_jax.util.hardware import CHIPS, release_memory
 
@@ -127,23 +127,6 @@ def _devices(program: Program) -> list[jax.Device]:
     return list(orders.pop()) if orders else jax.local_devices()[:1]
 
 
-def _load(path: Path, program: Program) -> Callable[..., list[jax.Array]]:
-    """The program of a file, of leaves instead of trees; ValueError and others: the file is damaged."""
-    with path.open("rb") as file:
-        digest, header, code = file.readline(), file.readline(), file.read()
-    if _digest(header, code) != digest:
-        raise ValueError("damaged")
-    cpu_kernels.register([tuple(kernel) for kernel in json.loads(header)])
-    arguments = jax.tree.structure((tuple(range(len(jax.tree.leaves(program.args)))), {}))
-    results = jax.tree.structure(jax.tree.leaves(program.args[program.donate[0]]))
-    devices = _devices(program)
-    loaded = serialize_executable.deserialize_and_load(
-        code, arguments, results, backend=devices[0].client, execution_devices=devices
-    )
-    release_memory()
-    return loaded
-
-
 def _digest(header: bytes, code: bytes) -> bytes:
     digest = hashlib.sha256(header)
     digest.update(code)
@@ -168,8 +151,18 @@ class ProgramStore:
 
     def read(self, path: Path, program: Program) -> tuple[Callable, Any] | None:
         """A stored program and the shapes of its results; None: it is not there, or cannot be used."""
+        state = program.args[program.donate[0]]
         try:
-            flat = _load(path, program)
+            with path.open("rb") as file:
+                digest, header, code = file.readline(), file.readline(), file.read()
+            if _digest(header, code) != digest:
+                raise ValueError("damaged")
+            cpu_kernels.register([tuple(kernel) for kernel in json.loads(header)])
+            arguments = jax.tree.structure((tuple(jax.tree.leaves(program.args)), {}))
+            results, devices = jax.tree.structure(jax.tree.leaves(state)), _devices(program)
+            flat = serialize_executable.deserialize_and_load(
+                code, arguments, results, backend=devices[0].client, execution_devices=devices
+            )
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file may lead to
@@ -177,10 +170,24 @@ class ProgramStore:
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
-        state = program.args[program.donate[0]]
+        release_memory()
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         structure = jax.tree.structure(shapes)
         return lambda *args: jax.tree.unflatten(structure, flat(*jax.tree.leaves(args))), shapes
+
+    def named(self, path: Path, program: Program) -> Callable:
+        """The function of a program to be stored, by a name of its own: no other start's compilation may be reused.
+
+        XLA does not write a program whole that JAX's own cache supplied.
+        """
+
+        def function(*args: Any) -> Any:
+            return program.function(*args)
+
+        function.__name__ = f"{name_of(program.function).replace(' ', '_')}_{path.stem[-8:]}"
+        for copy in path.parent.glob(f"jit_{function.__name__}-*"):
+            copy.unlink(missing_ok=True)
+        return function
 
     def write(self, path: Path, program: Program, executable: jax.stages.Compiled) -> None:
         """Stores a program; without a word where that cannot be: it is compiled anew next time."""

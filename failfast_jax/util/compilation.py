@@ -40,18 +40,15 @@ class CompileCounts:
 
 
 @contextlib.contextmanager
-def count_compiles(thread: int | None = None) -> Iterator[CompileCounts]:
-    """Inside, counts JAX's compile events in a thread (None: in all); the counts that it yields grow with each."""
+def count_compiles() -> Iterator[CompileCounts]:
+    """Inside, counts JAX's compile events; the counts that it yields grow with each."""
     counts = CompileCounts()
 
-    def is_counted() -> bool:
-        return thread in (None, threading.get_ident())
-
     def on_duration(event: str, duration: float, **_: Any) -> None:
-        counts.requests += event == _BACKEND_COMPILE and is_counted()
+        counts.requests += event == _BACKEND_COMPILE
 
     def on_event(event: str, **_: Any) -> None:
-        counts.cache_hits += event == _CACHE_HIT and is_counted()
+        counts.cache_hits += event == _CACHE_HIT
 
     monitoring.register_event_duration_secs_listener(on_duration)
     monitoring.register_event_listener(on_event)
@@ -199,32 +196,31 @@ class Executables:
             with numerics.defaults():
                 # In this thread: those of the pool have settings of their own.
                 path = None if self._store is None else self._store.path(program)
-                known = self._stored(path, program) or self._compiling(path, program)
+                stored = None if path is None else self._store.read(path, program)
+                future, shapes = self._compiling(path, program) if stored is None else _finished(*stored)
+            known = Compilation(future, shapes, name_of(program.function), self)
         self._programs[key] = known
         return known
 
-    def _stored(self, path: Path | None, program: Program) -> Compilation | None:
-        if path is None or (stored := self._store.read(path, program)) is None:
-            return None
-        executable, shapes = stored
-        # It counts as a hit of JAX's cache.
-        monitoring.record_event_duration_secs(_BACKEND_COMPILE, 0.0)
-        monitoring.record_event(_CACHE_HIT)
-        future: Future = Future()
-        future.set_result(executable)
-        return Compilation(future, shapes, name_of(program.function), self)
-
-    def _compiling(self, path: Path | None, program: Program) -> Compilation:
-        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
-        shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
+    def _compiling(self, path: Path | None, program: Program) -> tuple[Future, Any]:
+        function = program.function if path is None else self._store.named(path, program)
+        lowered = jax.jit(function, donate_argnums=program.donate).lower(*program.args)
 
         def compile_and_store() -> jax.stages.Compiled:
-            with count_compiles(threading.get_ident()) as counts:
-                executable = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
-            # XLA does not write whole what it has read from JAX's cache itself.
-            if path is not None and not counts.cache_hits:
+            executable = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
+            if path is not None:
                 self._store.write(path, program, executable)
             release_memory()
             return executable
 
-        return Compilation(self._pool.submit(compile_and_store), shapes, name_of(program.function), self)
+        shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
+        return self._pool.submit(compile_and_store), shapes
+
+
+def _finished(executable: Callable[..., Any], shapes: Any) -> tuple[Future, Any]:
+    """A stored program, which counts as a hit of JAX's cache."""
+    monitoring.record_event_duration_secs(_BACKEND_COMPILE, 0.0)
+    monitoring.record_event(_CACHE_HIT)
+    future: Future = Future()
+    future.set_result(executable)
+    return future, shapes

@@ -96,7 +96,7 @@ def integer_product(x: np.ndarray, matrix: StoredMatrix) -> np.ndarray:
     return total
 
 
-@pytest.fixture(params=[8, 16])
+@pytest.fixture(params=[4, 8, 16])
 def integer_lanes(request, monkeypatch):
     if request.param > (cpu_kernels.integer_lanes() or 0):
         pytest.skip("this processor has no such vectors")

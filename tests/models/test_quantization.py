@@ -177,7 +177,7 @@ def test_without_the_kernel_xla_multiplies_in_float32_and_a_line_says_so(monkeyp
     monkeypatch.setattr(cpu_kernels, "integer_lanes", lambda: None)
     target = random_model(tiny_config(**SIZES, num_layers=1))
     engine = FailFast(target, quantize="int4", activations="float32")
-    reason = "a processor without AVX2 or AVX-512 VNNI"
+    reason = cpu_kernels.NO_UNIT
     assert warnings() == [f"the target model: {reason}: XLA multiplies its quantised matrices, in float32"]
     assert engine.arithmetic == "4-bit blocks, float32 activations"
     expected = np.asarray(widened(engine.target).logits([PROMPT]))

@@ -35,7 +35,7 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
     """Returns the widths whose rows are bit-identical to those of passes of `REFERENCE_WIDTH` rows.
 
     Two things must hold of the pass of a width, from embedding to logits. All its sums are those of the CPU's kernels,
-    each of which adds up a row in an order of its own (beyond `cpu_product.MAX_WIDTH` rows, and on machines without
+    each of which adds up a row in an order of its own (beyond `cpu_kernels.MAX_WIDTH` rows, and on machines without
     these kernels, some are XLA's). And its logits, keys and values have the reference's bits where it is run: the
     first layer and the head, over random tokens at both ends of a cache.
 

@@ -35,7 +35,7 @@ class Widths:
 
 
 DEFAULT_WIDTHS = {
-    # Multiples of the rows that `kernels.cpu_product` sums at once. Beyond a few, arithmetic bounds a step: a verify is
+    # Multiples of the rows that `kernels.cpu_rows` sums at once. Beyond a few, arithmetic bounds a step: a verify is
     # as narrow as it can be.
     "cpu": Widths(verify=(1, 4, 8, 16, 32, 64, 96, 128), prefill=(32, 128, 256, 512)),
     "gpu": Widths(verify=(), prefill=(128, 512, 2048), multiple=8),

@@ -13,6 +13,6 @@ capacity, and their sums are the library's:
 - Tiles lie at absolute positions and are summed in a fixed order with an online float32 softmax: a row's result depends
   neither on where its window began nor on `live` nor on what follows it.
 
-`row_operations` are products and norms; on a CPU `cpu_product` and `cpu_norm` serve the few rows of a decode pass.
-They and `cpu_attention` call `cpu_kernels.c`, which `cpu_kernels` compiles for the processor at hand.
+`row_operations` are products and norms; on a CPU `cpu_rows` serves the few rows of a decode pass. It
+and `cpu_attention` call `cpu_kernels.c`, which `cpu_kernels` compiles for the processor at hand.
 """

@@ -209,7 +209,7 @@ enum {
   PIECE = 48,        // outputs of a piece of work
   AHEAD = 8192,      // bytes between what is read and what is prefetched
   TILE_ROWS = LANES == 8 ? 4 : 8,
-  TILE_OUTPUTS = 3,  // rows and outputs of a tile, the fastest that were tried; `cpu_product.LEAST_OUTPUTS`
+  TILE_OUTPUTS = 3,  // rows and outputs of a tile, the fastest that were tried; `cpu_rows.LEAST_OUTPUTS`
   MOST_OUTPUTS = 4,  // of a tile of products or of scores
   MOST_SUMS = 24,    // of a tile: 8 rows x 3 outputs
 };

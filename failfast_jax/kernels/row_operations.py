@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,16 +16,13 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TransposedMatrix
 
-SHORTEST = 16
-"""Numbers of a row that `first_largest` takes to the CPU's kernel: the widest vector."""
-
 
 def product(
     x: Float[Array, "*R I"], weight: Float[Array, "O I"] | BlockMatrix, preferred: DTypeLike | None = None
 ) -> Float[Array, "*R O"]:
     """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
 
-    A CPU computes the rows of a decode pass by `cpu_product`, and all rows where weights are narrower than
+    A CPU computes the rows of a decode pass by `cpu_rows`, and all rows where weights are narrower than
     float32; XLA computes the rest, as on every other device. Not for weights that XLA shall spread over devices by
     itself: inside a `shard_map` only, or on one device.
 
@@ -40,16 +38,15 @@ def product(
         return cpu_blocks.product(rows, weight).astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
     plain = functools.partial(xla_product, preferred=preferred)
     width = x.shape[-2] if x.ndim > 1 else 1
-    if (cpu_product := _serving("product", width=width, outputs=weight.shape[0], dtype=weight.dtype)) is None:
+    if (kernels := _serving("product", width=width, outputs=weight.shape[0], dtype=weight.dtype)) is None:
         return plain(x, weight)
 
     def by_kernel(x: Array, weight: Array) -> Array:
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
-        y = cpu_product.product(rows, weight).astype(preferred or x.dtype)
+        y = kernels.product(rows, weight).astype(preferred or x.dtype)
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
-    # What is compiled here may be meant for a TPU.
-    return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
+    return _on_cpu(by_kernel, plain, x, weight)
 
 
 def xla_product(
@@ -95,20 +92,20 @@ def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -
 def rms_norm(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*R E"]:
     """Divides rows by their root mean square and scales them by `weight`.
 
-    XLA's sum on CPU depends on how many rows there are; that of `cpu_norm` does not.
+    XLA's sum on CPU depends on how many rows there are; that of `cpu_rows` does not.
     """
 
     def plain(x: Array, weight: Array) -> Array:
         return weight * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
 
     width = x.shape[1] if x.ndim > 2 else math.prod(x.shape[:-1])
-    if (cpu_norm := _serving("norm", width=width, dtype=x.dtype)) is None:
+    if (kernels := _serving("norm", width=width, dtype=x.dtype)) is None:
         return plain(x, weight)
 
     def by_kernel(x: Array, weight: Array) -> Array:
-        return cpu_norm.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
+        return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
 
-    return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
+    return _on_cpu(by_kernel, plain, x, weight)
 
 
 def first_largest(x: Float[Array, "*R V"], is_spread: bool = False) -> Int[Array, "*R"]:
@@ -123,22 +120,29 @@ def first_largest(x: Float[Array, "*R V"], is_spread: bool = False) -> Int[Array
         best, ids = x.max(-1, keepdims=True), jnp.arange(x.shape[-1], dtype=jnp.int32)
         return jnp.where(x == best, ids, x.shape[-1]).min(-1)
 
-    if is_spread or x.shape[-1] < SHORTEST or _serving("norm", width=1, dtype=x.dtype) is None:
+    if is_spread or (kernels := _serving("largest", size=x.shape[-1], dtype=x.dtype)) is None:
         return plain(x)
-    from failfast_jax.kernels import cpu_kernels  # brings LLVM
 
     def by_kernel(x: Array) -> Array:
-        shape = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]),), jnp.int32)
-        return cpu_kernels.call("argmax", shape)(x.reshape(-1, x.shape[-1]))[0].reshape(x.shape[:-1])
+        return kernels.first_largest(x.reshape(-1, x.shape[-1])).reshape(x.shape[:-1])
 
-    return jax.lax.platform_dependent(x, cpu=by_kernel, default=plain)
+    return _on_cpu(by_kernel, plain, x)
 
 
 def _serving(operation: str, **shape: Any) -> ModuleType | None:
-    """The CPU's kernel of an operation if it serves a shape; None: XLA does. Imported here, as it brings LLVM."""
+    """The CPU's kernels if they serve a shape of an operation; None: XLA does. Imported here, as they bring LLVM."""
     if jax.default_backend() != "cpu":
         return None
-    from failfast_jax.kernels import cpu_norm, cpu_product
+    from failfast_jax.kernels import cpu_rows
 
-    kernel = {"product": cpu_product, "norm": cpu_norm}[operation]
-    return kernel if kernel.serves(**shape) else None
+    return cpu_rows if getattr(cpu_rows, f"serves_{operation}")(**shape) else None
+
+
+def _on_cpu(by_kernel: Callable[..., Array], plain: Callable[..., Array], *arrays: Array) -> Array:
+    """Computes `plain(*arrays)`, on a CPU by a kernel: what is compiled here may be meant for a TPU.
+
+    The kernel has the derivative of `plain`.
+    """
+    kernel = jax.custom_jvp(by_kernel)
+    kernel.defjvp(lambda values, changes: (kernel(*values), jax.jvp(plain, values, changes)[1]))
+    return jax.lax.platform_dependent(*arrays, cpu=kernel, default=plain)

@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from failfast_jax.kernels import compile_cpu_kernels, cpu_attention, cpu_kernels, cpu_norm, cpu_product
+from failfast_jax.kernels import compile_cpu_kernels, cpu_attention, cpu_kernels, cpu_rows
 from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.row_operations import first_largest, product, xla_product
 from failfast_jax.models.layers import RMSNorm, unit_rms
@@ -32,7 +32,7 @@ def test_products_of_any_size(lanes, dtype):
     sizes = [(1, 48, 50), (2, 37, 9), (4, 1001, 7), (7, 33, 3), (13, 5, 7), (40, 96, 300)]
     x = [numbers(rows, rows, inputs) for rows, inputs, _ in sizes]
     w = [weights(outputs, outputs, inputs, dtype) for _, inputs, outputs in sizes]
-    products = jax.jit(lambda x, w: [*map(cpu_product.product, x, w)])(x, w)
+    products = jax.jit(lambda x, w: [*map(cpu_rows.product, x, w)])(x, w)
     for rows, weight, output in zip(x, w, products):
         weight = np.asarray(weight).astype(np.float64)
         scale = np.abs(rows).astype(np.float64) @ np.abs(weight).T
@@ -45,7 +45,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(lanes, dtype):
 
     @jax.jit
     def products(x, w):
-        return [cpu_product.product(x[part], w) for part in parts]
+        return [cpu_rows.product(x[part], w) for part in parts]
 
     for inputs in (24, 256, 2053):
         *some, whole = products(numbers(1, 70, inputs), weights(2, 13, inputs, dtype))
@@ -57,7 +57,7 @@ def test_many_calls_at_once_share_the_threads():
     """Helpers that come late, when the work is done and other calls are under way."""
     x = [numbers(seed, 3, 96) for seed in range(4)]
     w = [weights(seed, 1200, 96, "float32") for seed in range(40)]
-    together = jax.jit(lambda x, w: [[cpu_product.product(rows, weight) for rows in x] for weight in w])
+    together = jax.jit(lambda x, w: [[cpu_rows.product(rows, weight) for rows in x] for weight in w])
     expected = [[np.asarray(xla_product(rows, weight)) for rows in x] for weight in w]
     for _ in range(25):
         for got, one in zip(jax.tree.leaves(together(x, w)), jax.tree.leaves(expected)):
@@ -82,13 +82,13 @@ def test_no_rows_have_no_products_and_types_are_those_of_rows():
 def test_what_would_be_read_beside_an_array_is_refused():
     rows, narrow = jnp.ones((2, 64)), jnp.ones((2, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"float32\[2, 64\]: wants float32 rows .* O >= 3"):
-        cpu_product.product(rows, jnp.ones((2, 64)))
+        cpu_rows.product(rows, jnp.ones((2, 64)))
     with pytest.raises(ValueError, match="product of bfloat16.*wants float32 rows"):
-        cpu_product.product(narrow, jnp.ones((48, 64)))
+        cpu_rows.product(narrow, jnp.ones((48, 64)))
     with pytest.raises(ValueError, match="norm of bfloat16.*wants float32 rows"):
-        cpu_norm.rms_norm(narrow, jnp.ones(64), 1e-5)
+        cpu_rows.rms_norm(narrow, jnp.ones(64), 1e-5)
     with pytest.raises(ValueError, match="a float32 weight"):
-        cpu_norm.rms_norm(rows, narrow[0], 1e-5)
+        cpu_rows.rms_norm(rows, narrow[0], 1e-5)
     window, keys = Window(None, None, jnp.asarray([5]), jnp.int32(7)), jnp.ones((1, 1, 256, 16))
     with pytest.raises(ValueError, match="keys and values differ in shape or dtype"):
         cpu_attention.attend(jnp.ones((1, 2, 2, 16)), (keys, keys.astype(jnp.bfloat16)), window)
@@ -105,9 +105,9 @@ def test_many_rows_go_to_xla_and_so_does_what_is_compiled_here_for_a_tpu(width, 
 def test_norms_of_any_size(lanes, size):
     x, weight = numbers(1, 70, size), numbers(2, size)
     exact = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
-    np.testing.assert_allclose(cpu_norm.rms_norm(x, weight, 1e-5), exact, rtol=2e-6)
+    np.testing.assert_allclose(cpu_rows.rms_norm(x, weight, 1e-5), exact, rtol=2e-6)
     np.testing.assert_array_equal(
-        cpu_norm.rms_norm(x[66:], weight, 1e-5), np.asarray(cpu_norm.rms_norm(x, weight, 1e-5))[66:]
+        cpu_rows.rms_norm(x[66:], weight, 1e-5), np.asarray(cpu_rows.rms_norm(x, weight, 1e-5))[66:]
     )
 
 
@@ -156,11 +156,11 @@ def test_kernels_compile_for_other_machines(triple, width):
 
 def test_a_second_process_does_not_compile(tmp_path):
     program = (
-        "import jax, numpy as np; from failfast_jax.kernels import cpu_kernels, cpu_norm\n"
+        "import jax, numpy as np; from failfast_jax.kernels import cpu_kernels, cpu_rows\n"
         "optimise = cpu_kernels.llvm.create_pass_builder\n"
         "cpu_kernels.llvm.create_pass_builder = lambda *a: (print('compiled'), optimise(*a))[1]\n"
         f"jax.config.update('jax_compilation_cache_dir', {str(tmp_path)!r})\n"
-        "print(cpu_norm.rms_norm(np.full((2, 40), 3, np.float32), np.ones(40, np.float32), 0.0)[1, 39])"
+        "print(cpu_rows.rms_norm(np.full((2, 40), 3, np.float32), np.ones(40, np.float32), 0.0)[1, 39])"
     )
     texts = [subprocess.check_output([sys.executable, "-c", program], text=True).split() for _ in range(2)]
     assert texts == [["compiled", "1.0"], ["1.0"]]

@@ -19,6 +19,7 @@ from failfast_jax.decoding.decode_state import (
     RUNNING,
     DecodeState,
     Draft,
+    Forecast,
     Logprobs,
     Outcome,
     Prompts,
@@ -31,6 +32,7 @@ from failfast_jax.decoding.picking import agreeing_prefix, emitted_count
 from failfast_jax.decoding.verification import verify
 from failfast_jax.decoding.width_plan import Plan, buffer_length, prefill_schedule
 from failfast_jax.decoding.windows import gather_window, place, write_rows
+from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.transformer import Decoder
 
 State = TypeVar("State")
@@ -148,15 +150,13 @@ def _logged(
     if tree is not None:  # the accepted path over the beginning of the draft
         on_path = jnp.arange(drafted.shape[1]) < verified.accepted[:, None]
         drafted, tree = jnp.where(on_path, verified.picks[:, :-1], drafted), tree.replace(confidence=None)
+    nothing = jnp.zeros(emitted.shape)
+    forecast = proposal.forecast or Forecast(nothing, nothing, jnp.zeros_like(emitted))
+    counts = proposal.length, verified.accepted, emitted, proposal.passes, forecast.width
     return log.replace(
-        drafted=put(log.drafted, drafted),
-        confidence=put(log.confidence, proposal.confidence),
-        draft_length=put(log.draft_length, proposal.length),
-        accepted=put(log.accepted, verified.accepted),
-        emitted=put(log.emitted, emitted),
-        passes=put(log.passes, proposal.passes),
+        integers=put(log.integers, jnp.column_stack([*counts, drafted])),
+        floats=put(log.floats, jnp.column_stack([forecast.tokens, forecast.seconds, proposal.confidence])),
         tree=jax.tree.map(put, log.tree, tree),
-        forecast=jax.tree.map(put, log.forecast, proposal.forecast),
         rounds=log.rounds + running,
         target_passes=log.target_passes + jnp.where(running, verified.passes, 0),
         drafter_passes=log.drafter_passes + jnp.max(proposal.passes),
@@ -194,6 +194,7 @@ def init_state(
     shape = drafter.shape
     buffer = buffer_length(capacity, drafter, plan)
     max_length = jnp.minimum(prompts.length + max_new_tokens, capacity)
+    rows = round_up(shape.longest + 1, plan.widths[-1])
     # Outside a jit the caller's arrays are copied: a state must be fit for donation.
     eos, sampling = jax.tree.map(jnp.array, (prompts.eos, prompts.sampling))
     return DecodeState(
@@ -206,7 +207,8 @@ def init_state(
         sampling=sampling,
         target=target.init_cache(batch, buffer),
         drafter=drafter.init(batch, buffer),
-        log=RoundLog.zeros(batch, capacity, shape.longest, trees=shape.tree, forecasts=shape.uses_costs),
+        log=RoundLog.zeros(batch, capacity, shape.longest, trees=shape.tree),
+        features=jnp.zeros((batch, rows, len(shape.feature_layers), target.config.hidden_size), target.dtype),
         capacity=capacity,
         logprobs=None if logprobs is None else Logprobs.zeros(batch, buffer, logprobs),
     )

@@ -141,15 +141,9 @@ class Verified:
 class RoundLog:
     """One entry per round; a sequence's rounds are entries 0 .. `rounds` - 1, whenever it joined the batch."""
 
-    drafted: Int[Array, "B rounds M"]
-    confidence: Float[Array, "B rounds M"]
-    draft_length: Int[Array, "B rounds"]
-    accepted: Int[Array, "B rounds"]
-    """Drafted tokens that the target agreed with, before any cut at EOS or at the length limit."""
-    emitted: Int[Array, "B rounds"]
-    """Tokens appended, after cuts."""
-    passes: Int[Array, "B rounds"]
-    """Drafter passes."""
+    integers: Int[Array, "B rounds integers"]
+    floats: Float[Array, "B rounds floats"]
+    """The columns named below, side by side: each write takes microseconds, whatever its size."""
     rounds: Int[Array, " B"]
     """Rounds in which the sequence was still running."""
     target_passes: Int[Array, " B"]
@@ -160,26 +154,34 @@ class RoundLog:
     """Rounds of the batch so far."""
     tree: Tree | None = None
     """The verified trees, with leaves `[B, rounds, ...]`; None for chains."""
-    forecast: Forecast | None = None
-    """The forecasts, with leaves `[B, rounds]`; None without costs."""
+
+    draft_length = property(lambda log: log.integers[..., 0])
+    accepted = property(lambda log: log.integers[..., 1])
+    """Drafted tokens that the target agreed with, before any cut at EOS or at the length limit."""
+    emitted = property(lambda log: log.integers[..., 2])
+    """Tokens appended, after cuts."""
+    passes = property(lambda log: log.integers[..., 3])
+    """Drafter passes."""
+    width = property(lambda log: log.integers[..., 4])
+    """Rows of the verify; 0 without a forecast, as `expected` (tokens) and `seconds` are."""
+    drafted = property(lambda log: log.integers[..., 5:])
+    expected = property(lambda log: log.floats[..., 0])
+    seconds = property(lambda log: log.floats[..., 1])
+    confidence = property(lambda log: log.floats[..., 2:])
 
     @classmethod
-    def zeros(
-        cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False, forecasts: bool = False
-    ) -> RoundLog:
+    def zeros(cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False) -> RoundLog:
         """Returns a log without rounds; every leaf has memory of its own, as states are donated."""
 
         def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
             return jnp.zeros((batch, rounds, *shape), dtype)
 
         return cls(
-            drafted=zeros(max_draft),
-            confidence=zeros(max_draft, dtype=jnp.float32),
-            **{name: zeros() for name in ("draft_length", "accepted", "emitted", "passes")},
+            integers=zeros(5 + max_draft),
+            floats=zeros(2 + max_draft, dtype=jnp.float32),
             **{name: jnp.zeros(batch, jnp.int32) for name in ("rounds", "target_passes")},
             **{name: jnp.zeros((), jnp.int32) for name in ("drafter_passes", "round")},
             tree=Tree(zeros(max_draft), zeros(max_draft), zeros(), confidence=None) if trees else None,
-            forecast=Forecast(zeros(dtype=jnp.float32), zeros(dtype=jnp.float32), zeros()) if forecasts else None,
         )
 
 
@@ -234,6 +236,8 @@ class DecodeState:
     drafter: Any
     """The drafter's own state, see `decoding.drafter`."""
     log: RoundLog
+    features: Float[Array, "B rows F E"]
+    """The newest verify's, see `Verified`: the next one writes over them, which costs less than zeros."""
     capacity: int = flax.struct.field(pytree_node=False)
     """Maximum number of tokens of a sequence."""
     logprobs: Logprobs | None = None

@@ -37,10 +37,10 @@ class _Verification:
         """The last committed token of each sequence."""
         return jnp.take_along_axis(self.state.tokens, self.state.length[:, None] - 1, axis=1)
 
-    def zeros(self, width: int) -> RowResults:
-        """Returns results of `width` rows, all zero, which the passes overwrite."""
-        batch, target, kept = self.state.length.shape[0], self.target, self.state.logprobs
-        features = jnp.zeros((batch, width, len(self.feature_layers), target.config.hidden_size), target.dtype)
+    def buffers(self, width: int) -> RowResults:
+        """Returns buffers for the results of `width` rows, which the passes overwrite."""
+        features, kept = self.state.features[:, :width], self.state.logprobs
+        batch = features.shape[0]
         logprobs = None if kept is None else Logprobs.zeros(batch, width, kept.best.shape[-1])
         return jnp.zeros((batch, width), jnp.int32), features, logprobs
 
@@ -133,7 +133,7 @@ class _Verification:
         window = token_tree.window_of(self.last_committed, proposal.tokens, total)
         needed = self.needed(proposal.length)
         run = functools.partial(self.chain_pass, window)
-        carry = self.zeros(total), self.state.target
+        carry = self.buffers(total), self.state.target
         if plan.constant and total > widest:
             # Width 72, 100 rows needed: passes over rows 0 .. 71 and 72 .. 143, so `end` is 144.
             end, (results, cache) = jax.lax.while_loop(
@@ -146,11 +146,12 @@ class _Verification:
             results, cache = narrowest(plan.widths, needed, run, carry)
             passes = jnp.int32(1)
         accepted = picking.agreeing_prefix(proposal.tokens, proposal.length, results[0])
-        return self.verified(results, accepted, passes, cache)
+        verified, state = self.verified(results, accepted, passes, cache)
+        return verified, state.replace(features=results[1])
 
     def tree(self, plan: Plan) -> tuple[Verified, DecodeState]:
         """Verifies a tree; the keys and values of the longest agreeing path become the text's."""
-        carry = self.zeros(self.proposal.tokens.shape[1] + 1), jnp.zeros_like(self.state.length), self.state.target
+        carry = self.buffers(self.proposal.tokens.shape[1] + 1), jnp.zeros_like(self.state.length), self.state.target
         results, accepted, cache = narrowest(plan.widths, self.needed(self.proposal.tree.size), self.tree_pass, carry)
         return self.verified(results, accepted, jnp.int32(1), cache)
 

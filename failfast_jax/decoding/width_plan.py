@@ -35,9 +35,9 @@ class Widths:
 
 
 DEFAULT_WIDTHS = {
-    # Multiples of the rows that `kernels.cpu_rows` sums at once. Beyond a few, arithmetic bounds a step: a verify is
-    # as narrow as it can be.
-    "cpu": Widths(verify=(1, 4, 8, 16, 32, 64, 96, 128), prefill=(32, 128, 256, 512)),
+    # Two rows cost little more than one. Beyond a few, arithmetic bounds a step, in units of the rows that
+    # `kernels.cpu_rows` sums at once: a verify is as narrow as it can be.
+    "cpu": Widths(verify=(1, 2, 4, 8, 16, 32, 64, 96, 128), prefill=(32, 128, 256, 512)),
     "gpu": Widths(verify=(), prefill=(128, 512, 2048), multiple=8),
     # Memory bounds a step: by the compiler, 8 rows cost within 3 % of 16 in most programs (a seventh less on eight
     # chips, in one); but 64 cost up to a quarter more, and most drafts are short.

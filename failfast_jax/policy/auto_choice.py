@@ -131,9 +131,8 @@ class Auto(Drafter):
 
     def with_costs(self, costs: Costs) -> Auto:
         """Returns a copy that decides by the costs of the plan's widths."""
-        if self.model is None:
-            return self.replace(costs=costs)
-        return self.replace(costs=costs, model=self.model.replace(rule=ExpectedGain(costs, self.widths)))
+        model = self.model and self.model.replace(rule=ExpectedGain(costs, self.widths))
+        return self.replace(costs=costs, model=model)
 
     def init(self, batch, capacity):
         chances = Chances(
@@ -173,7 +172,7 @@ class Auto(Drafter):
         weight = self._weight(state.ahead, committed.running)
         waits = self._row_waits(committed)
         text_draft, text_expected, text_state = self._offer(self.text, state.text, state.chances.text, committed)
-        at_hand = _total(weight, text_expected)
+        at_hand = (weight[:, None] * text_expected).sum(0)
         prefix, hoped = self._prefix(state, text_draft, committed)
         ask = self._worth_asking(estimate, at_hand, (weight * hoped).sum(), waits)
         chances = state.chances.replace(begun=jnp.where(committed.running & ask, prefix.length, 0))
@@ -182,7 +181,7 @@ class Auto(Drafter):
         model_draft, model_expected, model_state = self._offer(self.model, model_state_in, chances, asking, prefix)
         expected = jnp.maximum(model_expected, text_expected)
         spent = costs.draft * jnp.max(model_draft.passes)
-        width_index = jnp.where(waits, 0, self._best_width(estimate, _total(weight, expected), spent))
+        width_index = jnp.where(waits, 0, self._best_width(estimate, (weight[:, None] * expected).sum(0), spent))
         cost = costs.verify[width_index] + spent
         width = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[width_index])
         by_model = (model_expected > text_expected)[:, width_index]
@@ -289,9 +288,7 @@ class Auto(Drafter):
 
     def _row_waits(self, committed: Committed) -> Bool[Array, ""]:
         """Returns True if a refilled row has emitted nothing: a plain step gives it a token soonest."""
-        if not self.rows_refilled:
-            return jnp.bool_(False)
-        return (committed.running & (committed.length == committed.prompt_length)).any()
+        return jnp.any(self.rows_refilled & committed.running & (committed.length == committed.prompt_length))
 
     def commit(self, state: AutoState, outcome: Outcome) -> AutoState:
         running = outcome.before.running
@@ -317,11 +314,6 @@ class Auto(Drafter):
             state = state.replace(model=self.model.commit(state.model, outcome.replace(draft=draft, agreed=agreed)))
             chances = chances.replace(model=chances.model.learned(draft, text, emitted, chances.begun))
         return state.replace(chances=chances, estimate=estimate, ahead=ahead)
-
-
-def _total(weight: Float[Array, " B"], tokens: Float[Array, "B widths"]) -> Float[Array, " widths"]:
-    """Returns the expected tokens of the batch, per width."""
-    return (weight[:, None] * tokens).sum(0)
 
 
 def _least(values: Float[Array, " B"], among: Bool[Array, " B"]) -> Float[Array, ""]:

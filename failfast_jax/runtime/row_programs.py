@@ -69,7 +69,7 @@ def held(drafter: Drafter, state: DecodeState) -> Int[Array, " B"]:
 
 def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
     """A row's rounds and passes, from a log on the host and the row's tokens."""
-    rounds, done, forecast = [], 0, log.forecast
+    rounds, done = [], 0
     for index in range(int(log.rounds[row])):
         at, emitted = (row, index), int(log.emitted[row, index])
         drafted, tree = (*at, slice(int(log.draft_length[at]))), None
@@ -84,13 +84,13 @@ def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
                 emitted=output[done : done + emitted],
                 passes=int(log.passes[at]),
                 tree=tree,
-                expected=None if forecast is None else float(forecast.tokens[at]),
-                seconds=None if forecast is None else float(forecast.seconds[at]),
+                expected=float(log.expected[at]) or None,
+                seconds=float(log.seconds[at]) or None,
             )
         )
         done += emitted
-    widths = None if forecast is None else forecast.width[row, : len(rounds)].tolist()
-    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]), widths)
+    passes, widths = sum(entry.passes for entry in rounds), log.width[row, : len(rounds)]
+    return RowLog(rounds, passes, int(log.target_passes[row]), widths.tolist() if widths.any() else None)
 
 
 def logprobs_of(logprobs: Logprobs, row: int, begin: int, end: int) -> list[TokenLogprob]:

@@ -183,7 +183,7 @@ def compiled_loop(kind: str, batch: int, donate: bool = True):
 def large_copies(hlo: str, state) -> list[str]:
     """Instructions that copy an array of the shape of a cache or of a log."""
     names = {"float32": "f32", "int32": "s32"}
-    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim >= 3]
+    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim >= 3 and leaf.size]
     shapes = {f"{names[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]" for leaf in leaves}
     copies = [line.strip() for line in hlo.splitlines() if re.search(r"= [^=]* copy(-start)?\(", line)]
     return [line for line in copies if any(shape in line.split(" copy")[0] for shape in shapes)]

@@ -18,6 +18,7 @@ from failfast_jax.decoding.decode_state import RUNNING, Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.stopping import StopRule
+from failfast_jax.decoding.width_plan import make_plan
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.drafters import check_chances
 from failfast_jax.drafters.lookup import Lookup
@@ -118,6 +119,17 @@ def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, balance,
     assert draft.length.tolist() == kept
     emitted = [1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)]
     np.testing.assert_allclose(draft.forecast.tokens, emitted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("steps, length", [([1, 1, 1.13, 1.5, 2.3], 1), ([1, 1.6, 2.1, 3.4, 6.3], 0)])
+def test_a_single_token_is_verified_if_that_pays(users_widths, steps, length):
+    """Of drafts for 0.2 steps whose tokens have chances .4, .08, .08 ...: 1.4 tokens in 1.2 steps, or in 1.8."""
+    model = Given(confidence=jnp.full((1, LONGEST), 0.1).at[0, 0].set(0.5), length=jnp.asarray([LONGEST]), cost=1)
+    drafter = Auto.of(LOOKUP, model)
+    widths = make_plan(drafter, platform="cpu", widths=users_widths).widths
+    assert widths == (1, 2, 4, 8, 16)
+    draft, _ = draw(drafter.planned(widths).with_costs(Costs.of(steps, 0.2)), drafter.init(1, 64), view(1))
+    assert draft.length.tolist() == [length] and draft.passes.tolist() == [1]
 
 
 def test_a_first_token_waits_for_no_draft():

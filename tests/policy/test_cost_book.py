@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,6 +51,34 @@ def test_rounds_of_each_kind_are_timed():
         drafted = min(rows - 1, work.drafter.max_draft)
         assert [len(entry.drafted) for entry in log.rounds] == [drafted] * 3
         assert [entry.passes for entry in log.rounds] == [int(ask > 0)] * 3
+
+
+class TimedSession:
+    """A session on a clock of its own: a call takes 3 s, a round 1 s and 0.1 s per row, a drafter's pass 0.5 s."""
+
+    def __init__(self):
+        self.plan, self.capacity, self.now, self.kind = SimpleNamespace(widths=(1, 2, 8)), 64, 0.0, None
+        self.drafter = SimpleNamespace(shape=SimpleNamespace(has_model=True))
+
+    def with_costs(self, costs):
+        self.kind = int(costs.rows), max(int(costs.ask), 0)
+        return self
+
+    def start_endless(self, prompt):
+        return SimpleNamespace(log=SimpleNamespace(drafter_passes=0))
+
+    def advance(self, state, rounds):
+        rows, passes = self.kind
+        self.now += 3 + rounds * (1 + 0.1 * rows + 0.5 * passes)
+        state.log.drafter_passes += rounds * passes
+        return state
+
+
+def test_a_call_of_the_loop_is_no_part_of_its_rounds(monkeypatch):
+    timed = TimedSession()
+    monkeypatch.setattr(cost_book.time, "perf_counter", lambda: timed.now)
+    costs = MEASURE(timed)
+    np.testing.assert_allclose([*costs.verify, costs.draft], [1.1, 1.2, 1.8, 0.5], rtol=1e-5)
 
 
 def test_costs_are_remembered_for_this_machine(cache, caplog):

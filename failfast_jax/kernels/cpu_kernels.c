@@ -278,9 +278,10 @@ INLINE void outputs_of(long piece, const Product *p, Type type) {
 
 // A weight in blocks holds whole numbers, `codes`, and a scale for each group of 16, 32, 64 or 128 inputs of an output.
 // A tile is 16 outputs x 32 inputs; the tiles of 16 outputs lie one after the other. In a tile of 4 bits, byte
-// [j][4 * output + i], j < 4, holds input 4 * j + i below and input 16 + 4 * j + i above; in one of 8 bits, j < 8, it is
-// input 4 * j + i. So a vector holds four inputs of each of LANES outputs, which one instruction multiplies by the same
-// four inputs of a row and adds up:
+// [j][4 * output + i], j < 4, holds input 4 * j + i below and input 16 + 4 * j + i above; in one of 8 bits, j < 8, it
+// is input 4 * j + i. Byte 70 of a tile of 4 bits is [1][4 * 1 + 2]: of output 1, input 6 below and input 22 above.
+// So a vector holds four inputs of each of LANES outputs, which one instruction multiplies by the same four inputs of
+// a row and adds up:
 //   codes 3 0 15 7, scale 0.1, minimum -0.4; a row's 1 -2 4 0, scale 0.5  ->  0.1 * 0.5 * 63 - 0.4 * 0.5 * 3 = 2.55
 enum {
   TILE = 16,
@@ -328,7 +329,8 @@ INLINE integers add_dot(integers sum, codes weights, int32_t x) {
   // Sums of two products must fit in 16 bits: those of 4 bits do. Of signed 8 bits the sign goes to x.
   chars w = (chars)weights, inputs = (chars)four;
   if (code_bits == 8) inputs = __builtin_ia32_psignb256(inputs, w), w = __builtin_elementwise_abs(w);
-  return sum + (integers)__builtin_ia32_pmaddwd256(__builtin_ia32_pmaddubsw256(w, inputs), (shorts)(integers)0x00010001);
+  const shorts ones = (shorts)(integers)0x00010001;
+  return sum + (integers)__builtin_ia32_pmaddwd256(__builtin_ia32_pmaddubsw256(w, inputs), ones);
 #endif
 }
 
@@ -769,8 +771,8 @@ INLINE XLA_FFI_Error *product(XLA_FFI_CallFrame *frame, Work *work) {
   return NULL;
 }
 
-// attention(q: [batch, width, heads, head_dim] float32, k, v: [batch, KV heads, capacity, head_dim], first, last: [batch,
-// width] int32, live: int32) -> like q, parts: [splits, ...]
+// attention(q: [batch, width, heads, head_dim] float32, k, v: [batch, KV heads, capacity, head_dim],
+//           first, last: [batch, width] int32, live: int32) -> like q, parts: see Attention
 INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *parts = result(frame, 1);
@@ -798,8 +800,8 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
   return NULL;
 }
 
-// rotate(heads: [batch, width, KV heads, shared + 2, head_dim] float32, cos, sin: [batch, width, 1, head_dim / 2], start:
-// [batch] int32, caches k and v: float32) -> q: [batch, width, heads, head_dim], and both caches in place
+// rotate(heads: [batch, width, KV heads, shared + 2, head_dim] float32, cos, sin: [batch, width, 1, head_dim / 2],
+//        start: [batch] int32, caches k and v: float32) -> q: [batch, width, heads, head_dim], and both caches in place
 XLA_FFI_Error *failfast_rotate(XLA_FFI_CallFrame *frame) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *heads = argument(frame, 0), *k = result(frame, 1);
@@ -840,8 +842,8 @@ XLA_FFI_Error *failfast_rms_norm(XLA_FFI_CallFrame *frame) {
 PRODUCT(float32, FLOAT32) PRODUCT(bfloat16, BFLOAT16) PRODUCT(float16, FLOAT16)
 ATTENTION(float32, FLOAT32) ATTENTION(bfloat16, BFLOAT16) ATTENTION(float16, FLOAT16)
 
-// blocks(x: [rows, inputs] float32, codes, scale, minimum, outer_scale, outer_minimum: see Blocks; what a weight does not
-// have is empty) -> [rows, outputs] float32, and room for rounded rows
+// blocks(x: [rows, inputs] float32, codes, scale, minimum, outer_scale, outer_minimum: see Blocks; empty, what a weight
+//        does not have) -> [rows, outputs] float32, and room for rounded rows
 INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int rounded) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *x = argument(frame, 0), *y = result(frame, 0);
@@ -868,8 +870,10 @@ INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int ro
   return NULL;
 }
 
-#define BLOCKS(NAME, ROUNDED)                                                                                  \
-  NOINLINE void blocks_##NAME(long piece, const void *values) { block_tiles(piece, values, ROUNDED); }         \
-  XLA_FFI_Error *failfast_blocks_##NAME(XLA_FFI_CallFrame *frame) { return block_product(frame, blocks_##NAME, ROUNDED); }
+#define BLOCKS(NAME, ROUNDED)                                                                            \
+  NOINLINE void blocks_##NAME(long piece, const void *values) { block_tiles(piece, values, ROUNDED); }   \
+  XLA_FFI_Error *failfast_blocks_##NAME(XLA_FFI_CallFrame *frame) {                                      \
+    return block_product(frame, blocks_##NAME, ROUNDED);                                                 \
+  }
 
 BLOCKS(int8, 1) BLOCKS(float32, 0)

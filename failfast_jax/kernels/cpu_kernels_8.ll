@@ -6647,40 +6647,42 @@ define internal <8 x i32> @add_dot(<8 x i32> noundef %0, <32 x i8> noundef %1, i
   %7 = alloca <8 x i32>, align 32
   %8 = alloca <32 x i8>, align 32
   %9 = alloca <32 x i8>, align 32
+  %10 = alloca <16 x i16>, align 32
   store <8 x i32> %0, ptr %4, align 32
   store <32 x i8> %1, ptr %5, align 32
   store i32 %2, ptr %6, align 4
-  %10 = load i32, ptr %6, align 4
-  %11 = insertelement <8 x i32> poison, i32 %10, i64 0
-  %12 = shufflevector <8 x i32> %11, <8 x i32> poison, <8 x i32> zeroinitializer
-  store <8 x i32> %12, ptr %7, align 32
-  %13 = load <32 x i8>, ptr %5, align 32
-  store <32 x i8> %13, ptr %8, align 32
-  %14 = load <8 x i32>, ptr %7, align 32
-  %15 = bitcast <8 x i32> %14 to <32 x i8>
-  store <32 x i8> %15, ptr %9, align 32
-  %16 = load i64, ptr @code_bits, align 8
-  %17 = icmp eq i64 %16, 8
-  br i1 %17, label %18, label %24
+  %11 = load i32, ptr %6, align 4
+  %12 = insertelement <8 x i32> poison, i32 %11, i64 0
+  %13 = shufflevector <8 x i32> %12, <8 x i32> poison, <8 x i32> zeroinitializer
+  store <8 x i32> %13, ptr %7, align 32
+  %14 = load <32 x i8>, ptr %5, align 32
+  store <32 x i8> %14, ptr %8, align 32
+  %15 = load <8 x i32>, ptr %7, align 32
+  %16 = bitcast <8 x i32> %15 to <32 x i8>
+  store <32 x i8> %16, ptr %9, align 32
+  %17 = load i64, ptr @code_bits, align 8
+  %18 = icmp eq i64 %17, 8
+  br i1 %18, label %19, label %25
 
-18:
-  %19 = load <32 x i8>, ptr %9, align 32
-  %20 = load <32 x i8>, ptr %8, align 32
-  %21 = call <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8> %19, <32 x i8> %20)
-  store <32 x i8> %21, ptr %9, align 32
-  %22 = load <32 x i8>, ptr %8, align 32
-  %23 = call <32 x i8> @llvm.abs.v32i8(<32 x i8> %22, i1 false)
-  store <32 x i8> %23, ptr %8, align 32
-  br label %24
+19:
+  %20 = load <32 x i8>, ptr %9, align 32
+  %21 = load <32 x i8>, ptr %8, align 32
+  %22 = call <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8> %20, <32 x i8> %21)
+  store <32 x i8> %22, ptr %9, align 32
+  %23 = load <32 x i8>, ptr %8, align 32
+  %24 = call <32 x i8> @llvm.abs.v32i8(<32 x i8> %23, i1 false)
+  store <32 x i8> %24, ptr %8, align 32
+  br label %25
 
-24:
-  %25 = load <8 x i32>, ptr %4, align 32
-  %26 = load <32 x i8>, ptr %8, align 32
-  %27 = load <32 x i8>, ptr %9, align 32
-  %28 = call <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8> %26, <32 x i8> %27)
-  %29 = call <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16> %28, <16 x i16> bitcast (<8 x i32> splat (i32 65537) to <16 x i16>))
-  %30 = add <8 x i32> %25, %29
-  ret <8 x i32> %30
+25:
+  store <16 x i16> bitcast (<8 x i32> splat (i32 65537) to <16 x i16>), ptr %10, align 32
+  %26 = load <8 x i32>, ptr %4, align 32
+  %27 = load <32 x i8>, ptr %8, align 32
+  %28 = load <32 x i8>, ptr %9, align 32
+  %29 = call <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8> %27, <32 x i8> %28)
+  %30 = call <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16> %29, <16 x i16> splat (i16 1))
+  %31 = add <8 x i32> %26, %30
+  ret <8 x i32> %31
 }
 
 define internal <8 x float> @group_values(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i64 noundef %5) #11 {

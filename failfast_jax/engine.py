@@ -35,7 +35,7 @@ from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, 
 from failfast_jax.text_stream import SequenceEvents
 from failfast_jax.util.compilation import count_compiles
 from failfast_jax.util.compile_cache import enable_compile_cache
-from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory, release_memory
+from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory
 from failfast_jax.util.progress import waiting
 
 __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamEvent"]
@@ -378,6 +378,4 @@ def _opened(target: Any, drafter: Any, options: LoadOptions) -> Pair:
         enable_compile_cache(options.compile_cache)
     loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
     with explain_out_of_memory(loading), waiting(loading):
-        pair = read_pair(target, drafter, options)
-    release_memory()
-    return pair
+        return read_pair(target, drafter, options)

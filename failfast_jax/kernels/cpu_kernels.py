@@ -36,9 +36,9 @@ STEP = 16
 PREFIX = "failfast_"
 
 _features = functools.cache(llvm.get_host_cpu_features)
-_engines: list[llvm.ExecutionEngine] = []
-"""They own the compiled code, which XLA's programs call until the process ends."""
-_known: list[tuple[str, int]] = []
+registered: dict[tuple[str, int], llvm.ExecutionEngine] = {}
+"""By the name and constants of a kernel that XLA knows, such as "blocks_int8 code_bits=4", and lanes: the owner of its
+code, which XLA's programs call until the process ends."""
 _lock = threading.Lock()
 
 
@@ -76,27 +76,21 @@ def call(
     Raises:
       FileNotFoundError: `vector_lanes()` is None; ask the kernel's `serves` or `refuses` first.
     """
-    with _lock:
-        lanes = integer_lanes() if kernel.startswith("blocks") else vector_lanes()
-        target = _registered(" ".join([kernel, *(f"{name}={constants[name]}" for name in sorted(constants))]), lanes)
+    lanes = integer_lanes() if kernel.startswith("blocks") else vector_lanes()
+    target = register(" ".join([kernel, *(f"{name}={constants[name]}" for name in sorted(constants))]), lanes)
     return jax.ffi.ffi_call(target, list(shapes), vmap_method="sequential", input_output_aliases=aliases)
 
 
-def registered() -> list[tuple[str, int]]:
-    """The kernels that XLA knows in this process: name and constants, such as "blocks_int8 code_bits=4", and lanes."""
-    return list(_known)
-
-
-def register(kernels: list[tuple[str, int]]) -> None:
-    """Makes kernels known to XLA that a program calls which another process compiled."""
+def register(kernel: str, lanes: int) -> str:
+    """Makes a kernel, named as in `registered`, known to XLA, for vectors of `lanes` numbers; returns XLA's name."""
+    name = re.sub(r"\W+", "_", f"{PREFIX}{kernel}_{lanes}")
     with _lock:
-        for kernel in kernels:
-            _registered(*kernel)
+        if (kernel, lanes) not in registered:
+            registered[kernel, lanes] = _compiled(kernel, lanes, name)
+    return name
 
 
-@functools.cache
-def _registered(kernel: str, lanes: int) -> str:
-    """Compiles a kernel, named as in `registered`, for vectors of `lanes` numbers; returns XLA's name for it."""
+def _compiled(kernel: str, lanes: int, name: str) -> llvm.ExecutionEngine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
@@ -116,14 +110,11 @@ def _registered(kernel: str, lanes: int) -> str:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(_object_code(text, machine)))
     engine.finalize_object()
-    _engines.append(engine)
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     address = engine.get_function_address(PREFIX + function)
-    name = re.sub(r"\W+", "_", f"{PREFIX}{kernel}_{lanes}")
     jax.ffi.register_ffi_target(name, capsule(address, None, None), platform="cpu")
-    _known.append((kernel, lanes))
-    return name
+    return engine
 
 
 def _object_code(text: str, machine: llvm.TargetMachine) -> bytes:

@@ -157,7 +157,8 @@ class ProgramStore:
                 digest, header, code = file.readline(), file.readline(), file.read()
             if _digest(header, code) != digest:
                 raise ValueError("damaged")
-            cpu_kernels.register([tuple(kernel) for kernel in json.loads(header)])
+            for kernel, lanes in json.loads(header):
+                cpu_kernels.register(kernel, lanes)
             arguments = jax.tree.structure((tuple(jax.tree.leaves(program.args)), {}))
             results, devices = jax.tree.structure(jax.tree.leaves(state)), _devices(program)
             flat = serialize_executable.deserialize_and_load(
@@ -197,7 +198,7 @@ class ProgramStore:
                 return
             if executable.runtime_executable().local_devices() != _devices(program):
                 return
-            header = json.dumps(cpu_kernels.registered()).encode() + b"\n"
+            header = json.dumps([*cpu_kernels.registered]).encode() + b"\n"
             # Another process may be writing it, too.
             part = path.with_name(f"{path.name}.{os.getpid()}")
             write_atomically(part, _digest(header, code) + header + code)

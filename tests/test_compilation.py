@@ -269,7 +269,7 @@ def flipped(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:50], lambda _: b"", flipped, lambda _: b"../\xff\0\n"])
-def test_a_damaged_file_is_removed(started, tmp_path, damage):
+def test_a_damaged_file_is_replaced(started, tmp_path, damage):
     started(stepping())
     [path] = files(tmp_path, "program")
     whole = path.read_bytes()
@@ -277,6 +277,52 @@ def test_a_damaged_file_is_removed(started, tmp_path, damage):
     # JAX's cache does not supply it: XLA would not write such a program whole.
     assert started(stepping()) == (1, 1) and started(stepping()) == (0, 0)
     assert len(list(tmp_path.glob("jit_step*-cache"))) == 1
+
+
+def test_damaged_code_of_a_kernel_is_compiled_anew(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", mock.Mock())
+
+    def code() -> Path:
+        monkeypatch.setattr(cpu_kernels, "registered", {})
+        cpu_kernels.register("rms_norm", cpu_kernels.vector_lanes())
+        [path] = files(tmp_path, "o")
+        return path
+
+    whole = code().read_bytes()
+    for damaged in (whole[:50], b"", flipped(whole)):
+        code().write_bytes(damaged)
+        assert code().read_bytes() == whole
+
+
+def test_files_that_are_not_read_for_long_are_removed(started, tmp_path):
+    started(stepping())
+    names = ["failfast_costs.json", "failfast_1.program", "failfast_2.o", "failfast_3.o.9-0.part", "failfast_4.program"]
+    for name in names:
+        (tmp_path / name).touch()
+    [used] = [path for path in files(tmp_path, "program") if path.name not in names]
+    for path in (*(tmp_path / name for name in names[:-1]), used):
+        os.utime(path, times=(0, 0))
+    assert started(stepping()) == (0, 0) and started(stepping(3)) == (1, 1)
+    assert [name for name in names if (tmp_path / name).exists()] == [names[0], names[-1]] and used.exists()
+
+
+def test_a_cache_that_is_switched_off_stores_nothing(started, tmp_path):
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert [started(stepping()) for _ in range(2)] == [(1, 1)] * 2 and not files(tmp_path, "*")
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["factor"])
+@dataclasses.dataclass
+class Holder:
+    factor: float
+
+
+def test_equal_numbers_of_other_types_are_other_programs(started):
+    programs = [Program(identity, ({"holder": Holder(factor)},), donate=(0,)) for factor in (1, 1.0, True, 2)]
+    assert None not in (paths := {ProgramStore().path(program) for program in programs}) and len(paths) == 4
 
 
 def test_a_program_of_another_source_is_stored_too(started, tmp_path, monkeypatch):

@@ -43,6 +43,8 @@ SPECULATIVE = {"auto": "vanilla", "llama.cpp --spec-default": "llama.cpp", "tran
 """Speculative rows, and the rows of plain decoding whose texts they should write."""
 LOADING = ("quantize", "activations")
 """Flags of loading, for this package's rows."""
+PATIENCE_S = 600
+"""Seconds that a process may take to start, and for an answer."""
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 """CPUs that this process may use: this package uses all of them, and peers are told to."""
 
@@ -76,24 +78,29 @@ class PeerProcess:
         """Waits until the model is loaded; returns `ids` and `tokens_per_s` of decoding (None for one token).
 
         Raises:
-          InputError: the process ends, or refuses; the last line is the last one that it printed.
+          InputError: the process ends, refuses or takes too long; the last line says why, or was printed last.
         """
         request = {"prompt": prompt, "n_predict": max_new_tokens, "temperature": 0, "top_k": 1}
         request |= {"cache_prompt": False, "return_tokens": True}
-        while True:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
             try:
                 connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
                 reply = connection.getresponse()
                 status, text = reply.status, reply.read().decode()
             except OSError as error:
-                status, text = 503 if isinstance(error, ConnectionRefusedError) else None, str(error)
+                is_waiting = isinstance(error, ConnectionRefusedError | TimeoutError)
+                status, text = 503 if is_waiting else None, str(error)
             if status == 200:
                 ids, speed = json.loads(text)["tokens"], json.loads(text)["timings"]["predicted_per_second"]
                 return {"ids": ids, "tokens_per_s": speed if len(ids) > 1 else None}
             if status != 503 or self.process.poll() is not None:  # 503: the model is being loaded
                 break
             time.sleep(0.1)
+        else:
+            self.process.kill()
+            raise InputError(f"{self.name}: no answer in {PATIENCE_S} s")
         self.process.terminate()
         status = self.process.wait()
         self.log.seek(0)

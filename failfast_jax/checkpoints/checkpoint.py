@@ -224,11 +224,12 @@ class Checkpoint:
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted, values = {}, {}
+        wanted, sizes, values, plan = {}, {}, {}, self.check()
         for name, shape in self.shapes.items():
             placed = default if place is None else place(name, shape)
             wanted[name] = jax.ShapeDtypeStruct(shape, dtypes[name], sharding=placed)
-        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
+            parts = plan.sources[name] if plan.has_blocks(name) and not widen else ()
+            sizes[name] = sum(tensor.stored_bytes for _, tensor in parts) or math.prod(shape) * dtypes[name].itemsize
 
         def layouts() -> dict[str, int]:
             rounded = {
@@ -236,21 +237,20 @@ class Checkpoint:
             }
             return {flag: bytes_on_a_device(arrays) for flag, arrays in rounded.items()}
 
-        doing = f"{self.path}: {size / 1e9:.2f} GB of parameters"
+        doing = f"{self.path}: {sum(sizes.values()) / 1e9:.2f} GB of parameters"
         with explain_out_of_memory(doing, layouts=layouts):
             files = self.table is not None
-            for name, value in self._read_files(wanted, size, progress, widen) if files else self._read_orbax(wanted):
+            for name, value in self._read_files(wanted, sizes, progress, widen) if files else self._read_orbax(wanted):
                 values |= {name: value} if convert is None else convert(name, value)
         return values
 
     def _read_orbax(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
-        self.check()
         restored = orbax_folder.load_params(self.path, self.tensors, wanted)
         for name in list(restored):
             yield name, restored.pop(name)
 
     def _read_files(
-        self, wanted: Mapping[str, jax.ShapeDtypeStruct], size: int, progress: bool | None, widen: bool
+        self, wanted: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int], progress: bool | None, widen: bool
     ) -> Iterator[tuple[str, jax.Array | BlockMatrix]]:
         plan = self.check()
 
@@ -262,7 +262,7 @@ class Checkpoint:
             return {block: plan.assemble(name, array.shape, array.dtype, block) for block in blocks}
 
         options = {"unit_scale": True, "delay": PATIENCE_S} | ({} if progress is None else {"disable": not progress})
-        with progress_bar(f"reading {self.path.name}", "B", total=size, **options) as bar:
+        with progress_bar(f"reading {self.path.name}", "B", total=sum(sizes.values()), **options) as bar:
             for name, blocks in _prefetched(assemble, wanted):
                 place = wanted[name].sharding
                 if isinstance(blocks, BlockMatrix):
@@ -270,7 +270,7 @@ class Checkpoint:
                 else:
                     # Waiting keeps host copies from piling up before a slow link to the device.
                     yield name, jax.block_until_ready(sharding.from_blocks(blocks, place, wanted[name].shape))
-                bar.update(math.prod(wanted[name].shape) * wanted[name].dtype.itemsize)
+                bar.update(sizes[name])
 
 
 def _divisible(name: str, matrix: StoredMatrix, array: jax.ShapeDtypeStruct) -> StoredMatrix:

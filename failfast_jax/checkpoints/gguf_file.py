@@ -214,7 +214,7 @@ def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: i
 
     in_blocks = quant in gguf_blocks.LAYOUTS and len(shape) == 2 and shape[1] % INPUTS == 0
     dtype = _PLAIN.get(quant, np.dtype(np.float32))
-    return StoredTensor(name, shape, dtype, path, read, read_blocks if in_blocks else None)
+    return StoredTensor(name, shape, dtype, path, read, read_blocks if in_blocks else None, end - begin)
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:

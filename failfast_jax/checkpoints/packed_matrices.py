@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -152,7 +153,8 @@ def packed_matrices(tensors: Mapping[str, StoredTensor], packing: Packing) -> di
             raise CheckpointError(f"{_tensor(codes)} has no {absent[0]} beside it, as {packing} wants; {MISMATCH}")
         parts = {part: tensor for part, tensor in parts.items() if tensor is not None}
         shape, read = _checked_shape(parts, packing), functools.partial(_read, parts, packing)
-        rest[f"{module}.weight"] = StoredTensor(codes.name, shape, np.dtype(np.float32), codes.file, read_blocks=read)
+        size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in parts.values())
+        rest[f"{module}.weight"] = StoredTensor(codes.name, shape, np.dtype(np.float32), codes.file, None, read, size)
     if other := [tensor for tensor in rest.values() if tensor.dtype not in DTYPES.values()]:
         raise CheckpointError(f"{_tensor(other[0])} is no part of a matrix of {packing}; {MISMATCH}")
     return rest

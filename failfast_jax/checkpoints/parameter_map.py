@@ -47,6 +47,8 @@ class StoredTensor:
     None: Orbax reads the tensor, or `read_blocks` all of it."""
     read_blocks: Callable[[], StoredMatrix] | None = None
     """Reads the whole tensor as it is stored, in numpy's arrays; None: it holds floats."""
+    stored_bytes: int = 0
+    """Bytes that `read_blocks` reads."""
 
 
 class ParameterPart(NamedTuple):
@@ -158,8 +160,12 @@ class ReadPlan:
         return all(tensor.read_blocks is not None for _, tensor in self.sources[parameter])
 
     def assemble_blocks(self, parameter: str, shape: tuple[int, ...]) -> StoredMatrix:
-        """Reads a parameter in blocks, of numpy's arrays; CheckpointError: a scale that is NaN or infinite."""
-        forms = unify_forms([tensor.read_blocks() for _, tensor in self.sources[parameter]])
+        """Reads a parameter in blocks, of numpy's arrays; CheckpointError: scales not finite, or that do not agree."""
+        parts = [tensor.read_blocks() for _, tensor in self.sources[parameter]]
+        try:
+            forms = unify_forms(parts)
+        except ValueError as error:
+            raise CheckpointError(f"{self.sources[parameter][0][1].file}: {parameter}: {error}") from error
 
         def joined(*arrays: np.ndarray) -> np.ndarray:
             return self.assemble(parameter, (*shape[:-1], arrays[0].shape[-1]), arrays[0].dtype, arrays=arrays)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 TILE, INPUTS = 16, 32
 """Outputs and inputs of a tile; equal TILE and INPUTS in `cpu_kernels.c`."""
 GROUP = 128
-"""Inputs with one scale that accelerators multiply at least cost."""
+"""Group size of `--quantize int4` on TPU and GPU: the cheapest to multiply by."""
 ACTIVATIONS = ("int8", "float32")
 """What rows are in a product of tiles: rounded to int8, or as they are."""
 ARRAYS = ("codes", "scale", "minimum", "outer_scale", "outer_minimum")
@@ -184,7 +184,7 @@ class TransposedMatrix(BlockMatrix):
     Attributes:
       codes: `[I / group, group, O]`: int8, or of 4 bits uint4 with a minimum and int4 without.
       scale, minimum, outer_scale, outer_minimum: `[groups, O]`.
-      output_axes: axes of outputs that are one.
+      output_axes: number of the original output axes, flattened into the last one.
     """
 
     GROUP_AXIS = 0
@@ -197,7 +197,7 @@ class TransposedMatrix(BlockMatrix):
         return (outputs, groups * group)
 
     def take_rows(self, rows: Int[Array, " R"]) -> TransposedMatrix:
-        """Outputs of the matrix."""
+        """The matrix of some of its outputs."""
         # A TPU gathers along the last axis by way of a copy of the whole array.
         return jax.lax.platform_dependent(
             self,
@@ -217,7 +217,7 @@ class TransposedMatrix(BlockMatrix):
 
 
 def in_turn(part: Shaped[Array, "*G O"], rows: Int[Array, " R"]) -> Shaped[Array, "*G R"]:
-    """`part[..., rows]`, one after the other."""
+    """`part[..., rows]`: gathers columns in a loop."""
     columns = jax.lax.map(lambda row: jax.lax.dynamic_index_in_dim(part, row, part.ndim - 1, keepdims=False), rows)
     return jnp.moveaxis(columns, 0, -1)
 
@@ -274,7 +274,8 @@ def as_array(matrix: Float[Array, "*S"] | BlockMatrix) -> Float[Array, "*S"]:
 def unify_forms(matrices: list[StoredMatrix]) -> list[StoredMatrix]:
     """The same matrices, of numpy's arrays, with codes, scales and groups of one kind: as they are, where they agree.
 
-    Otherwise codes become 8 bits, groups the shortest, and all have scales on two levels and a minimum.
+    Otherwise codes become 8 bits, groups the shortest, and all have scales on two levels and a minimum. ValueError:
+    the shortest groups do not divide the others.
     """
 
     def form(matrix: StoredMatrix) -> tuple:
@@ -293,6 +294,8 @@ def _general(matrix: StoredMatrix, groups: int, outer: int) -> StoredMatrix:
     codes = matrix.unpacked()
 
     def repeated(part: np.ndarray, count: int) -> np.ndarray:
+        if count % part.shape[-1]:
+            raise ValueError(f"{part.shape[-1]} groups of inputs cannot be divided into {count}")
         return np.repeat(part, count // part.shape[-1], axis=-1)
 
     def levels(inner: np.ndarray | None, above: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

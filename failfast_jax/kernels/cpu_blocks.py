@@ -1,4 +1,4 @@
-"""Products of rows with a matrix in blocks, on CPU: no widened copy, and each code is read once for eight rows.
+"""Products of rows with a matrix in blocks, on CPU: no widened copy. Each code is read once for up to 8 rows.
 
 Rows are rounded to int8 in blocks of 32, as llama.cpp does, and whole numbers are summed; or rows stay in float32, and
 weights are widened in registers. A row's bits do not depend on how many rows there are.

@@ -276,7 +276,7 @@ INLINE void outputs_of(long piece, const Product *p, Type type) {
 
 // ------------------------------------------------------------------------------------------------ products of blocks
 
-// A weight in blocks holds whole numbers, `codes`, and a scale for each group of 16, 32, 64 or 128 inputs of an output.
+// A weight in blocks holds whole numbers, `codes`, and a scale for each group of 16 or n * 32 inputs of an output.
 // A tile is 16 outputs x 32 inputs; the tiles of 16 outputs lie one after the other. In a tile of 4 bits, byte
 // [j][4 * output + i], j < 4, holds input 4 * j + i below and input 16 + 4 * j + i above; in one of 8 bits, j < 8, it
 // is input 4 * j + i. Byte 70 of a tile of 4 bits is [1][4 * 1 + 2]: of output 1, input 6 below and input 22 above.

@@ -7,7 +7,6 @@ kernels like its own operations, through `jax.ffi`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,13 +15,12 @@ import platform
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import llvmlite
 import llvmlite.binding as llvm
 
-from failfast_jax.util.files import write_atomically
+from failfast_jax.util.compile_cache import cache_folder, read_stored, store
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of weights and caches. Sums are float32."""
@@ -58,7 +56,7 @@ def processor() -> str:
 
 
 def integer_lanes() -> int | None:
-    """The same for products of blocks, where 16 take AVX-512 VNNI."""
+    """Lanes of the kernels for blocks: 8 on AVX-512 without VNNI, else `vector_lanes()`."""
     lanes = vector_lanes()
     return 8 if lanes == 16 and not _features().get("avx512vnni") else lanes
 
@@ -74,7 +72,7 @@ def call(
       constants: by the names that the C file has for them; 0 if missing.
 
     Raises:
-      FileNotFoundError: `vector_lanes()` is None; ask the kernel's `serves` or `refuses` first.
+      FileNotFoundError: `vector_lanes()` is None; ask the kernel's module first.
     """
     lanes = integer_lanes() if kernel.startswith("blocks") else vector_lanes()
     target = register(" ".join([kernel, *(f"{name}={constants[name]}" for name in sorted(constants))]), lanes)
@@ -120,11 +118,10 @@ def _compiled(kernel: str, lanes: int, name: str) -> llvm.ExecutionEngine:
 def _object_code(text: str, machine: llvm.TargetMachine) -> bytes:
     """Compiles LLVM text, or reads what was compiled from it before: it lies beside JAX's compiled programs."""
     digest = hashlib.sha256(f"{text}\n{processor()}".encode()).hexdigest()
-    folder, name = jax.config.jax_compilation_cache_dir, f"{PREFIX}{digest}.o"
-    path = Path(folder, name) if folder and "://" not in folder else None
-    with contextlib.suppress(OSError):
-        if path and path.is_file():
-            return path.read_bytes()
+    folder = cache_folder()
+    path = folder and folder / f"{PREFIX}{digest}.o"
+    if path and (code := read_stored(path)):
+        return code
     module = llvm.parse_assembly(text)
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -132,8 +129,6 @@ def _object_code(text: str, machine: llvm.TargetMachine) -> bytes:
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
     code = machine.emit_object(module)
-    with contextlib.suppress(OSError):  # without a cache it is compiled anew next time
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, code)
+    if path:
+        store(path, code)
     return code

@@ -69,7 +69,7 @@ def drafter_scheme(wanted: str | None, target: Any | None) -> str | None:
 def laid_out(matrix: Any, scheme: str | None = None) -> Any:
     """A matrix as its devices multiply by it: in tiles for the CPU's kernel, or else transposed for XLA.
 
-    Returns once it is there: two exchanges of devices at once can lock each other out.
+    Blocks until the arrays are on their devices: two exchanges of devices at once can lock each other out.
 
     Args:
       matrix: in blocks, or floats that are rounded; in arrays, or abstract ones, which are meant for accelerators.

@@ -29,7 +29,7 @@ from jax.experimental import serialize_executable
 
 from failfast_jax.kernels import cpu_kernels
 from failfast_jax.util.compilation import Program, name_of
-from failfast_jax.util.files import write_atomically
+from failfast_jax.util.compile_cache import cache_folder, read_stored, store
 from failfast_jax.util.hardware import CHIPS, release_memory
 
 logger = logging.getLogger("failfast_jax")
@@ -76,7 +76,8 @@ def _parts(value: Any) -> Iterator[str]:
       LookupError: a function or class that a name does not stand for, or an array, whose text may be shortened.
     """
     if isinstance(value, jax.tree_util.PyTreeDef):
-        yield _structure(value)
+        yield str(value.num_leaves)
+        yield from _parts((value.node_data(), value.children()))
     elif inspect.isroutine(value) or isinstance(value, type):
         if str(value.__module__).split(".")[0] not in KNOWN_MODULES or "<" in value.__qualname__:
             raise LookupError(f"{value.__module__}.{value.__qualname__}")
@@ -100,16 +101,6 @@ def _parts(value: Any) -> Iterator[str]:
         yield text
 
 
-@functools.lru_cache(maxsize=4096)
-def _structure(value: jax.tree_util.PyTreeDef) -> str:
-    """The text of a tree's structure; layers of a model are equal."""
-    parts = [str(value.num_leaves)]
-    for part in value.node_data() or ():
-        parts += _parts(part)
-    parts += map(_structure, value.children())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
 def _devices(program: Program) -> list[jax.Device]:
     """The devices that a program runs on, in the order of its arguments' shardings.
 
@@ -127,19 +118,13 @@ def _devices(program: Program) -> list[jax.Device]:
     return list(orders.pop()) if orders else jax.local_devices()[:1]
 
 
-def _digest(header: bytes, code: bytes) -> bytes:
-    digest = hashlib.sha256(header)
-    digest.update(code)
-    return digest.hexdigest().encode() + b"\n"
-
-
 class ProgramStore:
     """Reads and writes programs that change a state, in the folder of JAX's own cache, if there is one."""
 
     def path(self, program: Program) -> Path | None:
         """The file of a program; None: it is not stored."""
-        folder = jax.config.jax_compilation_cache_dir
-        if not program.donate or not folder or "://" in folder or jax.process_count() > 1:
+        folder = cache_folder()
+        if not program.donate or not folder or jax.process_count() > 1:
             return None
         try:
             devices = [device.id for device in _devices(program)]
@@ -147,16 +132,15 @@ class ProgramStore:
         except LookupError as error:
             logger.debug("program not stored: %s", error)
             return None
-        return Path(folder, f"failfast_{hashlib.sha256(text.encode()).hexdigest()}.program")
+        return folder / f"failfast_{hashlib.sha256(text.encode()).hexdigest()}.program"
 
     def read(self, path: Path, program: Program) -> tuple[Callable, Any] | None:
         """A stored program and the shapes of its results; None: it is not there, or cannot be used."""
-        state = program.args[program.donate[0]]
+        state, content = program.args[program.donate[0]], read_stored(path)
+        if content is None:
+            return None
         try:
-            with path.open("rb") as file:
-                digest, header, code = file.readline(), file.readline(), file.read()
-            if _digest(header, code) != digest:
-                raise ValueError("damaged")
+            header, _, code = content.partition(b"\n")
             for kernel, lanes in json.loads(header):
                 cpu_kernels.register(kernel, lanes)
             arguments = jax.tree.structure((tuple(jax.tree.leaves(program.args)), {}))
@@ -164,12 +148,8 @@ class ProgramStore:
             flat = serialize_executable.deserialize_and_load(
                 code, arguments, results, backend=devices[0].client, execution_devices=devices
             )
-        except FileNotFoundError:
-            return None
         except Exception as error:  # whatever a damaged file may lead to
             logger.debug("stored program %s: %r", path, error)
-            with contextlib.suppress(OSError):
-                path.unlink()
             return None
         release_memory()
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
@@ -194,12 +174,6 @@ class ProgramStore:
         """Stores a program; without a word where that cannot be: it is compiled anew next time."""
         with contextlib.suppress(Exception):
             code, _, results = serialize_executable.serialize(executable)
-            if results != jax.tree.structure(program.args[program.donate[0]]):
-                return
-            if executable.runtime_executable().local_devices() != _devices(program):
-                return
-            header = json.dumps([*cpu_kernels.registered]).encode() + b"\n"
-            # Another process may be writing it, too.
-            part = path.with_name(f"{path.name}.{os.getpid()}")
-            write_atomically(part, _digest(header, code) + header + code)
-            os.replace(part, path)
+            is_state = results == jax.tree.structure(program.args[program.donate[0]])
+            if is_state and executable.runtime_executable().local_devices() == _devices(program):
+                store(path, json.dumps([*cpu_kernels.registered]).encode() + b"\n" + code)

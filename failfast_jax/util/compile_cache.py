@@ -1,19 +1,22 @@
-"""JAX's persistent cache of compiled programs: its folder, and the programs in it that a kill cut off."""
+"""JAX's persistent cache of compiled programs: its folder, JAX's files that a kill cut off, and this package's own."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import logging
 import os
 import sys
+import time
+import uuid
 import zlib
 from pathlib import Path
 
 import jax
 
 from failfast_jax.errors import OptionError
-from failfast_jax.util.files import user_path
+from failfast_jax.util.files import user_path, write_atomically
 
 logger = logging.getLogger("failfast_jax")
 
@@ -22,6 +25,9 @@ CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 
 CHECKED = "failfast_checked"
 """File in that folder: programs older than it are known to be whole."""
+
+UNUSED_S = 60 * 24 * 3600
+"""Seconds after which this package's files are removed, if they are not read."""
 
 
 def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
@@ -62,6 +68,35 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
+
+
+def cache_folder() -> Path | None:
+    """The folder in use; None: the cache is off, or not on this machine."""
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) if folder and "://" not in folder and jax.config.jax_enable_compilation_cache else None
+
+
+def read_stored(path: Path) -> bytes | None:
+    """Returns the content of a file that `store` wrote, which counts as used; None: it is absent or damaged."""
+    with contextlib.suppress(OSError):
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
+            with contextlib.suppress(OSError):  # another user's
+                os.utime(path)
+            return stored[32:]
+    return None
+
+
+def store(path: Path, content: bytes) -> None:
+    """Writes one of this package's files after its digest, if that is possible; removes those that are unused."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # others may be writing the file, too
+        write_atomically(part, hashlib.sha256(content).digest() + content)
+        os.replace(part, path)
+        for other in path.parent.glob("failfast_*.*"):
+            if other.suffix != ".json" and other.stat().st_mtime < time.time() - UNUSED_S:
+                other.unlink()
 
 
 def drop_cut_off(folder: Path) -> None:

@@ -19,7 +19,7 @@ from failfast_jax.bench import peer_worker, peers
 from failfast_jax.checkpoints.model_folder import ModelFolder
 
 SERVER = """
-import http.server, json, os, sys
+import http.server, json, os, sys, time
 name, turns = sys.argv[1], sys.argv[2]
 who, trouble, _, place = os.environ.get("TROUBLE", "nobody dies at all").split()
 speeds = {"vanilla": [50, 80, 50], "auto": [100, 100, 90], "llama.cpp": [100, 100, 60]}.get(name, [50, 150, 60])
@@ -32,6 +32,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/completion" and body["temperature"] == 0 and body["cache_prompt"] is False
         asked.append(None)
+        if (who, trouble) == (name, "waits") and len(asked) > int(place):
+            time.sleep(60)
         if len(asked) == 1:  # the model is ready at the second look
             return self.reply(503, {})
         print(name, body["prompt"], os.getpid(), sep="; ", file=open(turns, "a"))
@@ -101,11 +103,13 @@ def test_the_table_and_the_order_of_turns(command, tmp_path, capsys):
         ("llama.cpp dies at 1", 2, "error: llama.cpp: .*; its process ended with status 7, and printed last:\nbye"),
         ("llama.cpp refuses at 1", 2, 'error: llama.cpp: {"error": "no room"}; .* status -15, .*\nbye'),
         ("llama.cpp dies at start", 0, "Not measured: llama.cpp: cannot load the model"),
+        ("llama.cpp waits at 0", 0, "Not measured: llama.cpp: llama.cpp: no answer in 1.5 s"),
         ("auto dies at start", 2, "error: auto: .*; its process ended with status 1, .*:\ncannot load the model"),
     ],
 )
 def test_a_process_in_trouble_is_named(trouble, status, message, command, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TROUBLE", trouble)
+    monkeypatch.setattr(peers, "PATIENCE_S", 1.5 if "waits" in trouble else 60)
     assert bench.main(command) == status
     assert re.search(f"^{message}$", capsys.readouterr().err, re.MULTILINE)
     turns_of(tmp_path)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -15,10 +16,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from convert.conversion import convert
+from failfast_jax.checkpoints import checkpoint, packed_matrices
 from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.kernels.blocks import BlockMatrix, as_array
+from failfast_jax.kernels.blocks import BlockMatrix, as_array, quantize
 from failfast_jax.kernels.row_operations import product
 
 PACKED = FIXTURES / "packed"
@@ -114,6 +116,28 @@ def test_blocks_of_llama_cpp():
     for name in kinds:
         expected = tensors[f"{name}.dequantised"].read(0, 2)
         assert np.array_equal(tensors[name].read_blocks().dequantized(), expected), name
+
+
+def test_progress_counts_bytes_as_stored(tmp_path, monkeypatch):
+    packed, _, config = model_of("awq_32")
+    packed |= {name: array.astype(np.float16) for name, array in packed.items() if "norm" in name}
+    monkeypatch.setattr(checkpoint, "progress_bar", bar := mock.MagicMock())
+    load_model(write(tmp_path, packed, config), dtype="float16")
+    assert bar.call_args.kwargs["total"] == sum(array.nbytes for array in packed.values())
+    updates = bar.return_value.__enter__.return_value.update.call_args_list
+    assert bar.call_args.kwargs["total"] == sum(call.args[0] for call in updates)
+
+
+def test_groups_of_a_fused_matrix_that_do_not_fit_together_are_an_error(tmp_path, monkeypatch):
+    def read_blocks(parts, _):
+        return quantize(
+            normal(2, 192), 8, 96 if parts["codes"].name.endswith(("k_proj.qweight", "up_proj.qweight")) else 64
+        )
+
+    monkeypatch.setattr(packed_matrices, "_read", read_blocks)
+    packed, _, config = model_of("awq_32")
+    message = r"safetensors: layers\.0\.\S+\.weight: 2 groups of inputs cannot be divided into 3"
+    refuses(message, write(tmp_path, packed, config))
 
 
 REFUSED = [  # a layout, changes of its settings (or all of `config.json`'s keys), and what the message names

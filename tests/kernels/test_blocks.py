@@ -180,6 +180,8 @@ def test_matrices_of_different_forms_become_one():
     for before, after in zip(matrices, alike):
         np.testing.assert_array_equal(after.dequantized(), before.dequantized())
     assert blocks.unify_forms(matrices[:1] * 2)[0] is matrices[0]
+    with pytest.raises(ValueError, match="8 groups of inputs cannot be divided into 12"):
+        blocks.unify_forms([random_blocks(8, group, False, 0) for group in (64, 96)])
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 1 / 250), (4, 1 / 28)])

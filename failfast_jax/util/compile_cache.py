@@ -26,9 +26,6 @@ CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 CHECKED = "failfast_checked"
 """File in that folder: programs older than it are known to be whole."""
 
-UNUSED_S = 60 * 24 * 3600
-"""Seconds after which this package's files are removed, if they are not read."""
-
 
 def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
     """Turns on JAX's persistent compilation cache for this process and returns its folder (None: off).
@@ -88,14 +85,14 @@ def read_stored(path: Path) -> bytes | None:
 
 
 def store(path: Path, content: bytes) -> None:
-    """Writes one of this package's files after its digest, if that is possible; removes those that are unused."""
+    """Writes one of this package's files after its digest, if that is possible; removes those not read for 60 days."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # others may be writing the file, too
         write_atomically(part, hashlib.sha256(content).digest() + content)
         os.replace(part, path)
-        for other in path.parent.glob("failfast_*.*"):
-            if other.suffix != ".json" and other.stat().st_mtime < time.time() - UNUSED_S:
+        for other in path.parent.glob(f"failfast_{'[0-9a-f]' * 64}.*"):  # no file of a user
+            if other.stat().st_mtime < time.time() - 60 * 24 * 3600:
                 other.unlink()
 
 

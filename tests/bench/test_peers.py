@@ -103,13 +103,13 @@ def test_the_table_and_the_order_of_turns(command, tmp_path, capsys):
         ("llama.cpp dies at 1", 2, "error: llama.cpp: .*; its process ended with status 7, and printed last:\nbye"),
         ("llama.cpp refuses at 1", 2, 'error: llama.cpp: {"error": "no room"}; .* status -15, .*\nbye'),
         ("llama.cpp dies at start", 0, "Not measured: llama.cpp: cannot load the model"),
-        ("llama.cpp waits at 0", 0, "Not measured: llama.cpp: llama.cpp: no answer in 1.5 s"),
+        ("llama.cpp waits at 0", 0, "Not measured: llama.cpp: llama.cpp: no answer in 1.0 s"),
         ("auto dies at start", 2, "error: auto: .*; its process ended with status 1, .*:\ncannot load the model"),
     ],
 )
 def test_a_process_in_trouble_is_named(trouble, status, message, command, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TROUBLE", trouble)
-    monkeypatch.setattr(peers, "PATIENCE_S", 1.5 if "waits" in trouble else 60)
+    monkeypatch.setattr(peers, "PATIENCE_S", 1.0 if "waits" in trouble else 60)
     assert bench.main(command) == status
     assert re.search(f"^{message}$", capsys.readouterr().err, re.MULTILINE)
     turns_of(tmp_path)

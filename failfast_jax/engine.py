@@ -224,7 +224,7 @@ class FailFast:
                             yield from (event for event in events if event.ids)
         self._check_finite(encoded, progress)
         logs = session.rounds(latest)
-        undisturbed = not (self.time_rounds or self.profile)  # otherwise waits between rounds take time, too
+        undisturbed = not (stream or self.time_rounds or self.profile)  # else waits between rounds take time, too
         if costs is not None and undisturbed and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
             self.runtime.costs.learn(session, RoundCounts.of(logs, session.plan.widths), sum(slices))
         measured = {

@@ -231,12 +231,16 @@ def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, war
 def test_an_untrained_drafter_shares_its_targets_weights(tied):
     target = random_model(tiny_config(tie_embeddings=tied))
     drafter = as_untrained_drafter(target, 16)
-    assert drafter.config.mask_token_id == VOCAB and drafter.config.vocab_size == VOCAB + 1
+    assert drafter.config.mask_token_id == drafter.config.vocab_size == VOCAB
     assert drafter.config.block_size == 16 and target.config.block_size == 1
     assert drafter.layers is target.layers
     assert drafter.embed is target.embed
     np.testing.assert_allclose(drafter.embedded(np.array([VOCAB]))[0], target.embed[...].mean(0), atol=1e-6)
     assert drafter.logits(jnp.asarray([[1, 2, VOCAB]])).shape == (1, 3, VOCAB)
+    assert drafter.quantized().embed.get_value() is target.embed.get_value()
+    options = {"method": "failfast", "temperature": 1.0, "acceptance": "rejection", "ignore_eos": True}
+    (result,) = FailFast.load(target, drafter).generate([[3, 4, 5]], max_new_tokens=4, **options)
+    assert len(result.output_ids) == 4 and result.stats.drafted > 0
 
 
 def test_ids_that_the_target_lacks_are_never_drafted():

@@ -105,8 +105,7 @@ def save_borrowing(
       storage: one of `drafter_folder.STORAGES`.
       extra: joins `config.json`.
     """
-    shape = dataclasses.replace(config, vocab_size=target.vocab_size)
-    keys = _config_dict(shape, storage) | {BORROW: True, "target": target.shape_key()}
+    keys = _config_dict(config, storage) | {BORROW: True, "target": target.shape_key()}
     write_folder(folder, keys, stored_tensors(BORROWING_TABLE, params, config), storage, extra)
 
 

@@ -354,8 +354,9 @@ def with_scales_for(matrix: StoredMatrix, inputs: int) -> StoredMatrix:
       ValueError: a group of inputs would be divided.
     """
     is_per_output = matrix.scale.shape[-1] == 1
-    if inputs % max(matrix.group, INPUTS) and not is_per_output:
-        raise ValueError(f"groups of {max(matrix.group, INPUTS)} inputs cannot be divided into parts of {inputs}")
+    group = INPUTS if is_per_output else max(matrix.group, INPUTS)  # codes 16 + i share bytes with codes i
+    if inputs % group and not (is_per_output and matrix.bits == 8):
+        raise ValueError(f"groups of {group} inputs cannot be divided into parts of {inputs}")
 
     def finer(part: np.ndarray) -> np.ndarray:
         size = matrix.shape[-1] // part.shape[-1]

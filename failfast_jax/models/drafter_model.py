@@ -25,14 +25,14 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.models import quantization
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import TENSOR, Execution, name_of, put, transposed_specs
+from failfast_jax.models.sharding import TENSOR, Execution, name_of, put_parameter
 
 AUTOREGRESSIVE, BLOCK_DIFFUSION = "autoregressive", "block-diffusion"
 FEATURE_BLOCK, EAGLE = "feature-block", "eagle"
@@ -99,13 +99,12 @@ class FeatureModel:
         model = self.replace(network=network)
         if mesh is None:
             return model
-        quantization.check_devices(model, mesh)
+        quantization.check_layout(model)
 
         def place(path: Any, value: Any) -> Any:
             is_large = name_of(path).split(".")[0] in ("embed", "head")
-            spec = P(TENSOR if is_large and value.shape[0] % mesh.shape[TENSOR] == 0 else None)
-            specs = transposed_specs(spec, value) if isinstance(value, BlockMatrix) else spec
-            return jax.tree.map(lambda part, spec: put(part, NamedSharding(mesh, spec)), value, specs)
+            is_even = is_large and value.shape[0] % mesh.shape[TENSOR] == 0
+            return put_parameter(value, mesh, P(TENSOR if is_even else None))
 
         return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda node: isinstance(node, BlockMatrix))
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from failfast_jax.kernels.blocks import TILE, BlockMatrix, TiledMatrix, TransposedMatrix
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put, total, transposed_specs, whole
+from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put_parameter, total, whole
 
 
 class Linear(nnx.Module):
@@ -148,9 +148,7 @@ class Attention(nnx.Module):
                 if any(isinstance(part, jax.ShapeDtypeStruct) for part in jax.tree.leaves(value)):
                     return jax.eval_shape(change, value)
                 # On every device by itself: over all of them at once, XLA would make them exchange parts.
-                value = change(jax.tree.map(whole, value))
-                specs = transposed_specs(spec, value) if isinstance(value, BlockMatrix) else spec
-                return jax.tree.map(lambda part, spec: put(part, NamedSharding(mesh, spec)), value, specs)
+                return put_parameter(change(jax.tree.map(whole, value)), mesh, spec)
 
             return jax.tree.map(node, tree, is_leaf=lambda value: isinstance(value, BlockMatrix))
 

@@ -126,16 +126,10 @@ class ModelConfig:
         return {key: getattr(self, key) for key in ("model_type", "vocab_size", "hidden_size", "num_layers")}
 
     def with_mask_row(self, num_layers: int, block_size: int) -> ModelConfig:
-        """The configuration of a block-diffusion drafter with this model's embedding and one row more, its mask.
+        """The configuration of a block-diffusion drafter with this model's embedding and a mask that is none of its rows.
 
         Args:
           num_layers: the drafter's.
           block_size: positions that it fills together.
         """
-        return dataclasses.replace(
-            self,
-            num_layers=num_layers,
-            block_size=block_size,
-            mask_token_id=self.vocab_size,
-            vocab_size=self.vocab_size + 1,
-        )
+        return dataclasses.replace(self, num_layers=num_layers, block_size=block_size, mask_token_id=self.vocab_size)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
@@ -149,17 +149,21 @@ def take_rows(matrix: Float[Array, "O I"] | BlockMatrix, rows: np.ndarray) -> Fl
 _take = jax.jit(lambda matrix, rows: matrix[rows])
 
 
-def check_devices(model: Any, mesh: Mesh) -> None:
-    """Raises OptionError: a matrix of a model in memory is laid out for other devices than those of a mesh.
+def check_layout(model: Any, spread: Any = None) -> None:
+    """Raises OptionError: a matrix of a model in memory is in tiles, or was transposed where it was spread otherwise.
 
-    Several axes of outputs that have become one are in another order where they are spread.
+    Outputs of several axes that have become one are in another order where the second axis is spread.
+
+    Args:
+      spread: the model as it is going to be spread; None: to look for tiles only.
     """
-    for matrix in filter(_is_blocks, _matrices(model)):
-        devices = matrix.codes.sharding.device_set
-        if isinstance(matrix, TiledMatrix) or (matrix.output_axes > 1 and devices != {*mesh.devices.flat}):
+    for before, after in zip(_matrices(model), _matrices(model if spread is None else spread)):
+        is_transposed = isinstance(before, TransposedMatrix) and before.output_axes > 1
+        moved = is_transposed and not after.codes.sharding.is_equivalent_to(before.codes.sharding, before.codes.ndim)
+        if isinstance(before, TiledMatrix) or moved:
             raise OptionError(
-                f"--tensor-parallel, --data-parallel: the quantised model was read for {len(devices)} devices, and is "
-                f"to be run by {mesh.size}: give its path"
+                "--tensor-parallel, --data-parallel: the quantised model in memory was read for other devices: "
+                "give its path"
             )
 
 

@@ -201,6 +201,12 @@ def put(value: ArrayLike, place: Sharding, name: str = "an array") -> jax.Array:
     return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
 
 
+def put_parameter(value: Any, mesh: Mesh, axes: P, name: str = "an array") -> Any:
+    """`put` of an array or a transposed matrix; `axes`: the sharding of its numbers."""
+    specs = transposed_specs(axes, value) if isinstance(value, TransposedMatrix) else axes
+    return jax.tree.map(lambda part, spec: put(part, NamedSharding(mesh, spec), name), value, specs)
+
+
 def whole(value: Array) -> Array:
     """All of an array on one device of this process; as it is if that is all there is (or while it is traced).
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
@@ -39,8 +39,9 @@ from failfast_jax.models.sharding import (
     execution_of,
     kv_copies,
     name_of,
+    parameter_spec,
     parameter_specs,
-    put,
+    put_parameter,
     total,
 )
 from failfast_jax.util import numerics
@@ -119,7 +120,8 @@ class Decoder(nnx.Module):
         ids = np.asarray(ids)
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
             raise ValueError(f"ids must be a non-empty [B, L] integer array, got {ids.dtype} {ids.shape}")
-        if (outside := ids[(ids < 0) | (ids >= self.config.vocab_size)]).size:
+        tokens = self.config.vocab_size + (self.mask_row is not None)
+        if (outside := ids[(ids < 0) | (ids >= tokens)]).size:
             raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
         length = ids.shape[1]
         padding = -length % math.lcm(64, self.config.block_size)
@@ -253,26 +255,32 @@ class Decoder(nnx.Module):
           drafter: true to leave whole on every device what does not divide evenly.
 
         Raises:
-          OptionError: see `sharding.execution_of` and `quantization.check_devices`.
+          OptionError: see `sharding.execution_of` and `quantization.check_layout`.
         """
         if mesh is None:
             return self if kernel is None else self.with_execution(Execution(kernel=kernel))
         execution = execution_of(self.config, mesh, drafter=drafter, kernel=kernel)
-        quantization.check_devices(self, mesh)
+        quantization.check_layout(self)
         model = self.with_execution(execution)
-        specs = parameter_specs(model, execution)
-        place = functools.partial(NamedSharding, execution.mesh)
-        return jax.tree_util.tree_map_with_path(lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs)
+
+        def place(path: Any, value: Any) -> Any:
+            name = name_of(path)
+            return put_parameter(value, mesh, parameter_spec(name, execution), name)
+
+        placed = jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda node: isinstance(node, BlockMatrix))
+        quantization.check_layout(model, placed)
+        return placed
 
     def quantized(self, scheme: str = "int8") -> Decoder:
-        """Returns the model with its matrices in blocks; those that are so already stay as they are.
+        """Returns the model with its matrices in blocks; those that are so already, or borrowed, stay as they are.
 
         A model on a mesh is rounded where it lies.
 
         Raises:
           OptionError: see `quantization.check`.
         """
-        return quantization.quantized(self, scheme)
+        borrowed = () if self.mask_row is None else ("embed", "head.weight")
+        return quantization.quantized(self, scheme, keep=borrowed)
 
     # -- as a drafter: see `drafter_model` --------------------------------------------------
 
@@ -298,7 +306,7 @@ class Decoder(nnx.Module):
         return self.config.max_position_embeddings
 
     def shares_tokens(self, target: ModelConfig) -> bool:
-        """Returns true if its tokens are the target's, and its mask token is the row after them."""
+        """Returns true if its tokens are the target's, and its mask is a row of its own."""
         return self.config == target.with_mask_row(self.config.num_layers, self.config.block_size)
 
 

@@ -155,7 +155,7 @@ def forward_pair(
 
     # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
     copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
-    x = model.embed[...][copies].astype(model.dtype)
+    x = model.embedded(copies)
     # A loop over one program, which compiles in the time of one layer; parameters are copied once per step.
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
     x, _ = jax.lax.scan(lambda x, layer: (step(layer, x), None), x, layers)
@@ -285,7 +285,9 @@ def _token_losses(
     logits are in memory at a time, and are computed again in the backward pass; chunks without a mask are skipped.
     """
     labels, width = jnp.stack([tokens, tokens]), hidden.shape[-1]
-    rows = {"hidden": hidden.reshape(-1, width), "label": labels.reshape(-1), "masked": masked.reshape(-1)}
+    # A row that does not count may be labelled with the mask, which need not have a logit.
+    rows = {"hidden": hidden.reshape(-1, width), "label": jnp.where(masked, labels, 0).reshape(-1)}
+    rows["masked"] = masked.reshape(-1)
     if target is not None:  # as in decoding, the state at a position predicts the next one
         before = jnp.roll(target, 1, axis=1)
         rows["target"] = jnp.stack([before, before]).reshape(-1, width)
@@ -296,7 +298,6 @@ def _token_losses(
 
     def compute(rows: dict[str, Array]) -> tuple[Array, Array, Array]:
         raw, logits = logits_of(rows["hidden"])
-        # The label's own logit is read before the mask token's is hidden: a row that does not count may be labelled so.
         cross_entropy = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(raw, rows["label"][:, None], -1)[:, 0]
         distance = jnp.zeros_like(cross_entropy)
         if target is not None:

@@ -118,7 +118,9 @@ class TrainConfig:
     block_start: str = _masked(
         "clean", "block before a block's first token (noised: as released)", choices=("clean", "noised")
     )
-    mask_logit: str = _masked("hidden", "the mask in the softmax (scored: as released)", choices=("hidden", "scored"))
+    mask_logit: str = _diffusion(
+        "hidden", "the mask in the softmax (scored: as released)", choices=("hidden", "scored")
+    )
     target_weight: float = _standalone(
         0.0,
         "share of the distance from the target's distribution in the loss; the rest is cross-entropy",

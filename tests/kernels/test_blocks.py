@@ -162,6 +162,8 @@ def test_outer_scales_become_so_fine_that_a_device_has_its_own():
         blocks.with_scales_for(matrix, 48)
     parted = blocks.with_scales_for(whole := random_blocks(8, 768, False, 0), 384)
     np.testing.assert_array_equal(parted.scale, np.repeat(whole.scale, 2, axis=1))
+    with pytest.raises(ValueError, match="groups of 32 inputs cannot be divided into parts of 48"):
+        blocks.with_scales_for(random_blocks(4, 768, False, 0), 48)
 
 
 @pytest.mark.parametrize("quant", gguf_blocks.LAYOUTS, ids=lambda quant: quant.name)

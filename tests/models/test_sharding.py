@@ -26,7 +26,7 @@ from failfast_jax.decoding.decode_state import Sampling
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.transformer import Decoder
+from failfast_jax.models.transformer import Decoder, as_untrained_drafter
 from tpu_scripts import hlo
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
@@ -137,9 +137,20 @@ def check_rounding(target: Decoder, drafter: Decoder) -> None:
         ids = [[3, 4, 5, 6]]
         np.testing.assert_allclose(small.target.logits(ids), same.logits(ids), atol=1e-4, err_msg=scheme)
         assert answers(small, "failfast", 1) == answers(FailFast(same), "vanilla", 1), scheme
+        with pytest.raises(OptionError, match="was read for other devices"):
+            FailFast(small.target, data_parallel=tensor)
         mlp = small.target.layers[0].mlp
         leaves = [leaf for layer in (mlp.gate_up, mlp.down) for leaf in jax.tree.leaves(layer.weight[...])]
         assert {leaf.addressable_shards[0].data.size / leaf.size for leaf in leaves} == {1 / tensor}, scheme
+
+
+def check_borrowed(vocab: int) -> None:
+    """A drafter that borrows its target's embedding has the same arrays, where they are."""
+    target = random_model(tiny_config(vocab_size=vocab))
+    spread, one = (FailFast(target, as_untrained_drafter(target, 8), tensor_parallel=parts) for parts in (2, 1))
+    assert answers(spread, "failfast", 1) == answers(one, "vanilla", 1)
+    places = [each.embed[...].sharding for each in (spread.target, spread.drafter)]
+    assert places[0].is_equivalent_to(places[1], 2)
 
 
 def check_copied_heads() -> None:
@@ -171,6 +182,8 @@ def main() -> None:
     check_files()
     check_rounding(target, drafter)
     check_copied_heads()
+    for vocab in (39, 40):
+        check_borrowed(vocab)
     with tempfile.TemporaryDirectory() as folder:
         check_blocks_of_a_file(Path(folder))
     check_readers_of_features(target, expected[1][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, run_python
+from flax import nnx
 from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 from training_runs import RELEASED_OPTIONS, parameters
@@ -153,6 +155,16 @@ def test_loss_and_gradients_equal_the_reference(name):
     assert metrics["labels"] == masked.sum() and metrics["firsts"] == blocks.sum()
     if config.corruption == "uniform":  # each answer token once: in one view or in the other
         assert metrics["labels"] == batch["labelled"].sum()
+
+
+def test_a_mask_that_is_no_row_of_the_embedding_gives_the_same_loss():
+    """With filler, which is labelled with the mask."""
+    net, options = model(tie_embeddings=True), {"key": jax.random.key(3), "config": OPTIONS["clean"], "head_chunk": 20}
+    own, embed = copy.copy(net), net.embed[...]
+    own.config = dataclasses.replace(net.config, vocab_size=MASK)
+    own.embed, own.mask_row = nnx.Param(embed[:MASK]), nnx.Param(embed[MASK])
+    values = [value_and_grad(each, packed_batch(), **options)[0][0] for each in (net, own)]
+    np.testing.assert_allclose(*values, rtol=1e-5)
 
 
 def test_labels_are_counted():

@@ -49,6 +49,11 @@ def test_kernels_compile_and_a_whole_answer_is_one_program_on_the_chip(topology,
     assert output.count(f"compiles for {device}\n") == len(methods)
 
 
+def test_a_drafter_that_reads_features_is_one_program_on_four_chips_in_words():
+    case = ("--target", "qwen3-8b", "--topology", "v6e:2x2", "--tp", "4", "--layers", "1")
+    assert "qwen3-8b dspark v6e:2x2 tp4" in run("tpu_scripts/aot_report.py", *case, "--quantize", "int4")
+
+
 @pytest.mark.parametrize(
     "topology, device",
     [

@@ -7,6 +7,7 @@ when JAX is first imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -29,9 +30,9 @@ from failfast_jax.drafters import build_drafter
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels import blocks, tpu_attention
 from failfast_jax.kernels.attention_window import Window
-from failfast_jax.kernels.blocks import StoredMatrix
+from failfast_jax.kernels.blocks import StoredMatrix, TransposedMatrix
 from failfast_jax.kernels.kernel_table import attend
-from failfast_jax.kernels.row_operations import xla_product
+from failfast_jax.kernels.row_operations import product
 from failfast_jax.models import quantization
 from failfast_jax.models.block_network import DSparkConfig
 from failfast_jax.models.eagle_network import EagleConfig
@@ -80,7 +81,6 @@ def check_kernels(device) -> None:
         assert "tpu_custom_call" in text, f"prefill of {width} rows"
 
 
-CODES = (jnp.int8, jnp.int4, jnp.uint4)
 OUTPUTS = 3072
 
 
@@ -185,14 +185,14 @@ def diffusion_loop(platform: str, method: str):
     return generate, (model, jax.eval_shape(init, model), np.float32(1), graph, np.int32(0))
 
 
-def drafting_loop(platform: str, method: str, scheme: str):
+def drafting_loop(platform: str, method: str, scheme: str, place: SingleDeviceSharding):
     """Likewise of a target and a drafter."""
     config = GenerationConfig(**VARIANTS.get(method, {"method": method}))
     target, drafter_model = models(platform, method)
     drafter = build_drafter(config, model=drafter_model, model_name="the drafter", vocab=512, platform=platform)
     if scheme:
-        target = target.quantized(scheme)
-        drafter = drafter.replace(model=drafter.model.quantized(scheme))
+        target, model = jax.tree.map(lambda leaf: leaf.update(sharding=place), (target, drafter.model))
+        target, drafter = target.quantized(scheme), drafter.replace(model=model.quantized(scheme))
     plan = decoding.make_plan(drafter, platform=platform)
     drafter = drafter.planned(plan.widths)
 
@@ -210,10 +210,9 @@ def compiled_loop(device, method: str):
     """The whole loop of `method`, compiled, and the models and the state that it was compiled for."""
     method, _, scheme = method.partition("+")
     platform = "tpu" if device.platform == "tpu" else "gpu"
-    is_alone = method in DLLM
-    generate, args = diffusion_loop(platform, method) if is_alone else drafting_loop(platform, method, scheme)
+    is_alone, chip = method in DLLM, SingleDeviceSharding(device)
+    generate, args = diffusion_loop(platform, method) if is_alone else drafting_loop(platform, method, scheme, chip)
     models = 1 if is_alone else 2
-    chip = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), args)
     lowered = jax.jit(generate, donate_argnums=models).lower(*shapes)
     compiled = lowered.compile(compiler_options=compiler_options(device))
@@ -236,13 +235,24 @@ def check(device, method: str) -> None:
     assert [line for line in hlo.copies_of(text, cache) if "S(1)" not in line] == []
     # Every buffer of the state is updated in place.
     assert memory.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    integers = [leaf.shape for leaf in jax.tree.leaves(models) if leaf.dtype in CODES]
-    assert len(integers) == (2 * (2 * 4 + 2) if "+" in method else 0)
-    assert widened(text, {*integers}) == []
+    leaves = jax.tree.leaves(models, is_leaf=lambda node: isinstance(node, TransposedMatrix))
+    quantised = [leaf for leaf in leaves if isinstance(leaf, TransposedMatrix)]
+    assert len(quantised) == (2 * (2 * 4 + 2) if "+" in method else 0)
+    assert widened(text, {*map(in_groups, quantised)}) == []
+    in_words = device.platform == "tpu" and method.endswith("+int4")
+    assert all(matrix.in_words == in_words for matrix in quantised) and ("multiply_blocks" in text) == in_words
+
+
+def in_groups(matrix: TransposedMatrix) -> tuple[int, int, int]:
+    """The shape of a matrix's numbers as a product takes them."""
+    return len(matrix.scale), matrix.group, matrix.shape[0]
 
 
 def check_products(device) -> None:
-    """Matrices of every form are widened inside a product: neither an array of their size nor a copy is written."""
+    """Matrices of every form are widened inside a product: neither an array of their size nor a copy is written.
+
+    Those of 4 bits with one level of scales are multiplied by the kernel.
+    """
 
     def of_quant(quant: Quant) -> StoredMatrix:
         size, size_bytes = gguf.GGML_QUANT_SIZES[quant]
@@ -252,14 +262,15 @@ def check_products(device) -> None:
     weight = jax.ShapeDtypeStruct((OUTPUTS, 2048), jnp.bfloat16, sharding=place)
     matrices = {scheme: quantization.laid_out(weight, scheme) for scheme in quantization.SCHEMES}
     for quant in GGUF_LAYOUTS:
-        shapes = jax.eval_shape(blocks.transpose, of_quant(quant))
+        shapes = jax.eval_shape(functools.partial(blocks.transpose, in_words=True), of_quant(quant))
         matrices[quant.name] = jax.tree.map(lambda leaf: leaf.update(sharding=place), shapes)
     for name, matrix in matrices.items():
         for width in (1, 8, 16):
             x = jax.ShapeDtypeStruct((width, 2048), jnp.bfloat16, sharding=place)
-            lowered = jax.jit(xla_product).lower(x, matrix)
-            compiled = lowered.compile(compiler_options=compiler_options(device))
-            assert widened(compiled.as_text(), {matrix.codes.shape}) == [], (name, width)
+            compiled = jax.jit(product).lower(x, matrix).compile(compiler_options=compiler_options(device))
+            text = compiled.as_text()
+            assert widened(text, {in_groups(matrix)}) == [], (name, width)
+            assert ("multiply_blocks" in text) == (name in ("int4", "Q4_0", "Q4_1")), (name, width)
             # Scales of two levels are multiplied once, and widths of 1 padded.
             assert compiled.memory_analysis().temp_size_in_bytes < OUTPUTS * 2048 / 2, (name, width)
 

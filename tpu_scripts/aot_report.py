@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import sys
 import tempfile
 import time
@@ -44,7 +45,7 @@ from failfast_jax import decoding
 from failfast_jax.decoding import picking, placement
 from failfast_jax.drafters import build_drafter
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.kernels import tpu_attention
+from failfast_jax.kernels import tpu_attention, tpu_blocks
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.drafter_model import FeatureModel
 from failfast_jax.models.kv_cache import TPU_TILE, KVCache, round_up
@@ -78,6 +79,11 @@ TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 325
 """Cycles of the attention kernel for a tile, for each position of it, and for writing the window: by the
 instruction bundles of the kernel compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512; 1,837 in all
 where it writes, 1,512 where it does not); taken to grow with the rows."""
+
+CODE_CYCLES, ROW_CYCLES, DIVIDE_CYCLES = 9.7, 0.126, 0.1
+"""Cycles of `tpu_blocks` for 128 x 128 codes in groups of 128, for each row of them, and for an input of a call: by the
+instruction bundles for 8, 16 and 64 rows on v6e (9.0, 10.0, 16.1), v5e (8.7, 9.2, 18.9) and TPU7x (8.9, 9.8, 16.2), and
+1.7 for the 140 cycles of a block and for the copy of codes that are in fast memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +235,7 @@ class Compiler:
         # Bytes of the sum of a layer's results, and of the best logits of each part of the vocabulary.
         summed = {"psum": batch * width * model.config.hidden_size * 2, "all-reduce": batch * width * 4}
 
-        def others(name: str, line: str) -> tuple[float, float]:
+        def others(name: str, line: str, size: float) -> tuple[float, float]:
             if name in unread:
                 return 0, 0
             result, offloaded, _ = line.partition(" async-done(")
@@ -238,6 +244,8 @@ class Compiler:
             for start, size in summed.items():
                 if name.startswith(start):
                     return hardware.allreduce_s(chip, hlo.devices_of(line), size), 0
+            if name.startswith("multiply_blocks"):
+                return self.product_cost(line, size)
             return kernel_cost if name.startswith("attend_and_write") else (0, 0)
 
         return hlo.timeline(text, clock=chip.clock, rate=chip.bandwidth * chip.streaming, others=others)
@@ -277,6 +285,17 @@ class Compiler:
         cycles = batch * kv_heads * (cycles + WRITE_CYCLES * width / 64)
         seconds = max(cost.bytes_accessed / (chip.bandwidth * chip.streaming), cycles / chip.clock)
         return seconds, cost.bytes_accessed
+
+    def product_cost(self, line: str, size: float) -> tuple[float, float]:
+        """Returns seconds and bytes of a call of `tpu_blocks`, which reads `size` bytes of HBM.
+
+        Nothing is computed before the first block has arrived, or copied while the last is computed.
+        """
+        shapes = re.search(r"constraints=\{bf16\[(\d+),(\d+)\]\S* s32\[(\d+),(\d+)\]", line).groups()
+        rows, inputs, words, outputs = map(int, shapes)
+        cycles = 8 * words * outputs / 128**2 * (CODE_CYCLES + ROW_CYCLES * rows) + DIVIDE_CYCLES * inputs
+        copies, computes = size / (self.chip.bandwidth * self.chip.streaming), cycles / self.chip.clock
+        return max(copies, computes) + min(copies, computes) / -(-outputs // tpu_blocks.OUTPUTS), size
 
 
 SLICES = {

@@ -85,7 +85,7 @@ class Timeline(NamedTuple):
     traffic: int
 
 
-def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str], tuple[float, float]]) -> Timeline:
+def timeline(hlo: str, *, clock: float, rate: float, others: Callable[..., tuple[float, float]]) -> Timeline:
     """Adds up the entry computation.
 
     Copies move one after the other, with the bandwidth that the running instruction leaves; their consumer waits until
@@ -97,8 +97,8 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
     Args:
       clock: cycles per second.
       rate: achieved bytes per second of HBM.
-      others: seconds, and bytes to and from HBM, of a collective or a kernel by its name and line: the text itself
-        has no estimate.
+      others: seconds, and bytes to and from HBM, of a collective or a kernel by its name, its line, and the bytes of
+        its operands and its result there: the text itself has no estimate.
     """
     instructions = entry_instructions(hlo)
     by_name = {instruction.name: instruction for instruction in instructions}
@@ -126,7 +126,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
                 moved(max(ends[done] - now, 0) * rate)
                 now = max(now, ends[done])
             else:
-                ends[done] = now + others(done, by_name[done].text)[0]
+                ends[done] = now + others(done, by_name[done].text, 0)[0]
         elif instruction.op not in _FREE:
             size = _operand_bytes(instruction, by_name)
             if instruction.op not in COLLECTIVES and not instruction.name.startswith(KERNELS):
@@ -134,7 +134,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
             if cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.text):
                 seconds = int(cycles.group(1)) % (2**63 - 1) / clock  # the largest number stands for no estimate
             else:
-                seconds, size = others(instruction.name, instruction.text)
+                seconds, size = others(instruction.name, instruction.text, size)
             now += seconds
             moved(max(seconds * rate - size, 0))
     return Timeline(now, traffic)

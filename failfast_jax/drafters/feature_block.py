@@ -228,13 +228,13 @@ class FeatureBlockDrafter(ChunkedDrafter):
         Returns:
           The results of `_propose`, and the head's embedding of the token before each row.
         """
-        markov = self.model.network.markov
+        network = self.model.network
 
         def choose_row(carry: tuple[Array, Array], row: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
             (state, token), (hidden, logits, positions) = carry, row
-            before = markov.embedded(token)
-            state, code = markov.step(state, before, hidden)
-            logits = (logits + markov.bias(code))[:, None]
+            before = network.markov.embedded(token)
+            state, code = network.markov_step(state, before, hidden)
+            logits = (logits + network.markov_bias(code))[:, None]
             chosen = self._propose(logits, positions[:, None], committed)
             return (state, chosen[0][:, 0]), (chosen, before)
 
@@ -258,14 +258,15 @@ class FeatureBlockDrafter(ChunkedDrafter):
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"]
     ) -> tuple[Float[Array, "B r"], Int[Array, " B"]]:
         """Returns the Markov head's state after the drafted tokens, and the last of them (or the root)."""
-        markov, own_row = self.model.network.markov, self.model.config.own_row
+        network, own_row = self.model.network, self.model.config.own_row
+        markov = network.markov
         state = jnp.zeros((hidden.shape[0], markov.rank), hidden.dtype)
         last = jnp.take_along_axis(known, drafted[:, None], axis=1)[:, 0]
         if markov.joint is None or self.max_draft == self.spec_len:
             return state, last
 
         def read_row(index: Int[Array, ""], state: Float[Array, "B r"]) -> Float[Array, "B r"]:
-            after, _ = markov.step(state, markov.embedded(known[:, index]), hidden[:, index + own_row])
+            after, _ = network.markov_step(state, markov.embedded(known[:, index]), hidden[:, index + own_row])
             return jnp.where((index < drafted)[:, None], after, state)
 
         return jax.lax.fori_loop(0, jnp.max(drafted), read_row, state), last

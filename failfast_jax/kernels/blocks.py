@@ -24,6 +24,8 @@ TILE, INPUTS = 16, 32
 """Outputs and inputs of a tile; equal TILE and INPUTS in `cpu_kernels.c`."""
 GROUP = 128
 """Group size of `--quantize int4` on TPU and GPU: the cheapest to multiply by."""
+WORD_SHIFTS = (4 * np.arange(4)[:, None, None, None] + 16 * np.arange(2)[:, None]).astype(np.uint32)
+"""First bits of codes in a word, see `TransposedMatrix`: `[4, 1, 2, 1]` for codes `[4, 8, 2, O]` of 64 inputs."""
 ACTIVATIONS = ("int8", "float32")
 """What rows are in a product of tiles: rounded to int8, or as they are."""
 ARRAYS = ("codes", "scale", "minimum", "outer_scale", "outer_minimum")
@@ -182,7 +184,9 @@ class TransposedMatrix(BlockMatrix):
     writes a widened copy first.
 
     Attributes:
-      codes: `[I / group, group, O]`: int8, or of 4 bits uint4 with a minimum and int4 without.
+      codes: `[I / group, group, O]`: int8, or of 4 bits uint4 with a minimum and int4 without; or `[I / 8, O]` int32,
+        words for `tpu_blocks`: of the 8 for 64 inputs word s has in bits 4 * j to 4 * j + 3 input 16 * j + 2 * s, and
+        the next one 16 bits higher.
       scale, minimum, outer_scale, outer_minimum: `[groups, O]`.
       output_axes: number of the original output axes, flattened into the last one.
     """
@@ -193,8 +197,13 @@ class TransposedMatrix(BlockMatrix):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the numbers, `[O, I]`."""
-        groups, group, outputs = self.codes.shape
-        return (outputs, groups * group)
+        *inputs, outputs = self.codes.shape
+        return (outputs, math.prod(inputs) * (8 if self.in_words else 1))
+
+    @property
+    def in_words(self) -> bool:
+        """True if the codes are words."""
+        return self.codes.ndim == 2
 
     def take_rows(self, rows: Int[Array, " R"]) -> TransposedMatrix:
         """The matrix of some of its outputs."""
@@ -208,18 +217,29 @@ class TransposedMatrix(BlockMatrix):
     def grouped(self) -> Float[Array, "G N O"]:
         """The numbers, in float32, as the codes are."""
         scale, minimum = _in_one_level(self)
-        numbers = self.codes.astype(jnp.float32) * scale[:, None]
+        numbers = self.unpacked().astype(jnp.float32) * scale[:, None]
         return numbers if minimum is None else numbers + minimum[:, None]
 
     def dequantized(self) -> Float[Array, "O I"]:
         """The numbers, in float32."""
         return self.grouped().reshape(-1, self.codes.shape[-1]).T
 
+    def unpacked(self) -> Int[Array, "G N O"]:
+        """The codes in groups, of words in int8."""
+        if not self.in_words:
+            return self.codes
+        codes = self.codes.astype(jnp.uint32).reshape(-1, 1, 8, 1, self.shape[0]) >> WORD_SHIFTS & 15
+        return codes.astype(jnp.int8).reshape(len(self.scale), -1, self.shape[0]) - (8 if self.minimum is None else 0)
+
 
 def in_turn(part: Shaped[Array, "*G O"], rows: Int[Array, " R"]) -> Shaped[Array, "*G R"]:
     """`part[..., rows]`: gathers columns in a loop."""
-    columns = jax.lax.map(lambda row: jax.lax.dynamic_index_in_dim(part, row, part.ndim - 1, keepdims=False), rows)
-    return jnp.moveaxis(columns, 0, -1)
+
+    def add(at: Array, taken: Array) -> Array:
+        column = jax.lax.dynamic_slice_in_dim(part, rows[at], 1, axis=-1)
+        return jax.lax.dynamic_update_slice_in_dim(taken, column, at, axis=-1)
+
+    return jax.lax.fori_loop(0, len(rows), add, jnp.zeros((*part.shape[:-1], len(rows)), part.dtype))
 
 
 def _in_one_level(blocks: BlockMatrix) -> tuple[Array, Array | None]:
@@ -250,18 +270,23 @@ def tile(matrix: StoredMatrix) -> TiledMatrix:
     return TiledMatrix(codes, **matrix.scales(tiles), bits=matrix.bits, padding=padding)
 
 
-def transpose(matrix: StoredMatrix, *, in_pairs: bool = True) -> TransposedMatrix:
+def transpose(matrix: StoredMatrix, *, in_pairs: bool = True, in_words: bool = False) -> TransposedMatrix:
     """A matrix transposed; traceable.
 
     Args:
       in_pairs: false to hold codes of 4 bits in int8.
+      in_words: true to hold them in words, if there are as many inputs as `tpu_blocks` takes, in such groups.
     """
 
     def turned(part: Array) -> Array:
         return part.reshape(-1, part.shape[-1]).T
 
     codes = turned(matrix.unpacked()).reshape(-1, matrix.group, math.prod(matrix.shape[:-1]))
-    if matrix.bits == 4 and in_pairs:
+    is_served = matrix.shape[-1] % GROUP == 0 and GROUP % matrix.group == 0 and matrix.outer_scale is None
+    if matrix.bits == 4 and in_words and is_served:
+        codes = (codes + (8 if matrix.minimum is None else 0)).astype(jnp.uint32).reshape(-1, 4, 8, 2, codes.shape[-1])
+        codes = (codes << WORD_SHIFTS).sum(axis=(1, 3), dtype=jnp.uint32).astype(jnp.int32).reshape(-1, codes.shape[-1])
+    elif matrix.bits == 4 and in_pairs:
         codes = codes.astype(jnp.int4 if matrix.minimum is None else jnp.uint4)
     return TransposedMatrix(codes, **matrix.scales(turned), bits=matrix.bits, output_axes=matrix.ndim - 1)
 

@@ -1,4 +1,4 @@
-"""Products and norms of rows: by the CPU's kernels where they serve, by XLA elsewhere."""
+"""Products and norms of rows: by kernels where they serve, by XLA elsewhere."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ def product(
     """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
 
     A CPU computes the rows of a decode pass by `cpu_rows`, and all rows where weights are narrower than
-    float32; XLA computes the rest, as on every other device. Not for weights that XLA shall spread over devices by
-    itself: inside a `shard_map` only, or on one device.
+    float32. A TPU multiplies bfloat16 by codes in words with `tpu_blocks`. XLA computes the rest. Not for weights that
+    XLA shall spread over devices by itself: inside a `shard_map` only, or on one device.
 
     Args:
       weight: floats of any type, or a matrix in blocks, whose leading axes are outputs, too.
     """
+    if isinstance(weight, TransposedMatrix) and weight.in_words and x.dtype == jnp.bfloat16:
+        from failfast_jax.kernels import tpu_blocks  # brings Pallas
+
+        by_kernel, by_xla = (functools.partial(f, preferred=preferred) for f in (tpu_blocks.product, xla_product))
+        return jax.lax.platform_dependent(x, weight, tpu=by_kernel, default=by_xla)
     if isinstance(weight, TransposedMatrix):
         return xla_product(x, weight, preferred)
     if isinstance(weight, TiledMatrix):
@@ -58,7 +63,7 @@ def xla_product(
     see `kept_dtype`.
     """
     if isinstance(weight, TransposedMatrix):
-        y = _transposed_product(x.reshape(-1, *weight.codes.shape[:2]), weight)
+        y = _transposed_product(x.reshape(-1, len(weight.scale), weight.group), weight)
         return y.reshape(*x.shape[:-1], -1).astype(preferred or x.dtype)
     weight = weight.reshape(-1, weight.shape[-1]).astype(x.dtype)
     y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=preferred)
@@ -71,7 +76,7 @@ def _transposed_product(rows: Float[Array, "R G N"], matrix: TransposedMatrix) -
     One scale of all inputs multiplies their sum: what the product then reads are integers, exact in any dtype.
     """
     is_scaled_last = len(matrix.scale) == 1 and matrix.minimum is None and matrix.outer_scale is None
-    weight = (matrix.codes if is_scaled_last else matrix.grouped()).astype(rows.dtype)
+    weight = (matrix.unpacked() if is_scaled_last else matrix.grouped()).astype(rows.dtype)
     sums = jax.lax.dot_general(rows, weight, (((1, 2), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
     return sums * matrix.scale[0] if is_scaled_last else sums
 

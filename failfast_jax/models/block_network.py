@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,14 +30,13 @@ from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads, write_windows
-from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models import quantization
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, FeatureModel, FeatureNetwork, Kind
 from failfast_jax.models.kv_cache import KVCache
-from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, head_logits, unit_rms
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
-from failfast_jax.models.sharding import ONE_DEVICE, on_every_device
+from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, on_every_device
 from failfast_jax.models.transformer import Decoder
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -208,7 +208,8 @@ class DSpark(FeatureNetwork):
         """
         if self.row_inputs is None:
             return embed[jnp.where(known, tokens, self.config.mask_token_id)].astype(self.dtype)
-        return self.row_inputs(embed[tokens].astype(self.dtype), known, features.astype(self.dtype))
+        run = self.execution.per_device(RowInputs.__call__, P(), P())
+        return run(self.row_inputs, embed[tokens].astype(self.dtype), known, features.astype(self.dtype))
 
     def contexts(self, features: Float[Array, "*R F E"]) -> list[Float[Array, "*R E"]]:
         """By layer, what the keys and values of committed tokens are made of."""
@@ -285,6 +286,17 @@ class DSpark(FeatureNetwork):
             x, _ = layer(x, within_blocks)
         return self.norm(x).reshape(batch, count, width, -1)
 
+    @on_every_device
+    def markov_step(self, *arguments: Array) -> tuple[Array, Array]:
+        """See `MarkovHead.step`."""
+        return self.markov.step(*arguments)
+
+    @on_every_device
+    def markov_bias(self, code: Float[Array, "*R r"]) -> Float[Array, "*R v"]:
+        """See `MarkovHead.bias`."""
+        return self.markov.bias(code)
+
+    @on_every_device
     def confidence_logits(
         self, hidden: Float[Array, "*R E"], before: Float[Array, "*R r"] | None
     ) -> Float[Array, "*R"]:
@@ -344,8 +356,8 @@ class DSparkModel(FeatureModel):
 
     def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
         """Float32 logits of hidden states over the tokens that it can draft, before the Markov head."""
-        multiply = product if self.execution.mesh is None else xla_product
-        return multiply(hidden, self.head, jnp.float32)
+        is_spread = self.head.shape[0] % self.execution.parts(TENSOR) == 0  # see `FeatureModel.spread`
+        return head_logits(hidden, self.head, self.execution, TENSOR if is_spread else None)
 
     def over_vocabulary(self, logits: Float[Array, "*R v"]) -> Float[Array, "*R V"]:
         """Logits of the whole vocabulary; -inf for what it cannot draft."""

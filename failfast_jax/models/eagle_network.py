@@ -96,6 +96,7 @@ class Eagle(FeatureNetwork):
         self.head = make((config.draft_vocab,), size)
 
     @jax.named_scope("fuse")
+    @on_every_device
     def fused(self, features: Float[Array, "*R F E"]) -> Float[Array, "*R E"]:
         """Hidden states of pairs whose features are known."""
         features = features.astype(self.dtype)

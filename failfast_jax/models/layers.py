@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from failfast_jax.kernels.blocks import TILE, BlockMatrix, TiledMatrix, TransposedMatrix
+from failfast_jax.kernels.blocks import GROUP, TILE, BlockMatrix, TiledMatrix, TransposedMatrix
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put_parameter, total, whole
+from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put_parameter, total, transposed_specs, whole
 
 
 class Linear(nnx.Module):
@@ -43,7 +43,6 @@ class Linear(nnx.Module):
         x: Float[Array, "*R I"],
         preferred: DTypeLike | None = None,
         over: Axis = None,
-        multiply: Callable[..., Array] = product,
         first: int = 0,
     ) -> Float[Array, "*R O"]:
         """Computes the outputs, or some of them.
@@ -58,9 +57,22 @@ class Linear(nnx.Module):
             weight = weight.outputs_from(first) if first else weight
         else:
             weight = weight[..., first:, :].reshape(-1, weight.shape[-1])
-        y = multiply(x, weight, preferred)
-        y = total(y, over)
+        y = total(product(x, weight, preferred), over)
         return y if bias is None else y + bias[..., first:].reshape(-1)
+
+
+def head_logits(
+    hidden: Float[Array, "*R E"], head: Float[Array, "V E"] | BlockMatrix, execution: Execution, vocab: Axis
+) -> Float[Array, "*R V"]:
+    """Float32 logits of hidden states, on each device by its part of the head.
+
+    Args:
+      vocab: mesh axis over which the head's outputs are spread.
+    """
+    head_spec = transposed_specs(P(vocab), head) if isinstance(head, TransposedMatrix) else P(vocab)
+    logits_spec = P(execution.batch, *[None] * (hidden.ndim - 2), vocab)
+    multiply = functools.partial(product, preferred=jnp.float32)
+    return execution.per_device(multiply, (P(execution.batch), head_spec), logits_spec)(hidden, head)
 
 
 class RMSNorm(nnx.Module):
@@ -173,11 +185,12 @@ def _padded_queries(weight: Array | TransposedMatrix, config: ModelConfig, copie
     """The output projection `[E, O]` as `[E, P]`, with columns of zeros for heads that only fill up a group.
 
     Each head gets scales of its own, 4 heads of 64 with groups of 128 get groups of 64; or else, where an output has
-    one scale, each device.
+    one scale, each device. Words stay words where each head has whole groups of them.
     """
     if isinstance(weight, TransposedMatrix):
         change = functools.partial(_padded_queries, config=config, copies=copies)
-        codes = weight.codes.astype(jnp.int8).reshape(-1, weight.shape[0])
+        stays_in_words = weight.in_words and config.head_dim % GROUP == 0 and len(weight.scale) > 1
+        codes = weight.codes if stays_in_words else weight.unpacked().astype(jnp.int8).reshape(-1, weight.shape[0])
         codes = change(codes.T).T
 
         def per_head(part: Array) -> Array:
@@ -189,7 +202,8 @@ def _padded_queries(weight: Array | TransposedMatrix, config: ModelConfig, copie
             group, scales = len(codes) // devices, weight.scales(lambda part: jnp.repeat(part, devices, axis=0))
         else:
             group, scales = math.gcd(weight.group, config.head_dim), weight.scales(per_head)
-        codes = codes.reshape(-1, group, weight.shape[0]).astype(weight.codes.dtype)
+        if not stays_in_words:
+            codes = codes.reshape(-1, group, weight.shape[0]).astype(weight.unpacked().dtype)
         return dataclasses.replace(weight, codes=codes, **scales)
     group = config.num_heads // config.num_kv_heads
     weight = weight.reshape(weight.shape[0], config.num_kv_heads, group, -1)  # a head's numbers, or their scales
@@ -207,7 +221,8 @@ def _copied_kv_heads(weight: Array | TransposedMatrix, config: ModelConfig, copi
             rows = _copied_kv_heads(rows.reshape(config.num_kv_heads, -1, *rows.shape[1:]), config, copies)
             return jnp.moveaxis(rows.reshape(-1, *rows.shape[2:]), 0, -1)
 
-        codes = heads_last(weight.codes.astype(jnp.int8)).astype(weight.codes.dtype)
+        codes = weight.codes if weight.in_words else weight.codes.astype(jnp.int8)
+        codes = heads_last(codes).astype(weight.codes.dtype)
         return dataclasses.replace(weight, codes=codes, **weight.scales(heads_last))
     group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
     padded = _padded_group(config, copies)

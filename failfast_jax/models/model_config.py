@@ -126,7 +126,7 @@ class ModelConfig:
         return {key: getattr(self, key) for key in ("model_type", "vocab_size", "hidden_size", "num_layers")}
 
     def with_mask_row(self, num_layers: int, block_size: int) -> ModelConfig:
-        """The configuration of a block-diffusion drafter with this model's embedding and a mask that is none of its rows.
+        """The configuration of a block-diffusion drafter with this model's embedding and a mask outside of it.
 
         Args:
           num_layers: the drafter's.

@@ -88,7 +88,9 @@ def laid_out(matrix: Any, scheme: str | None = None) -> Any:
     if not isinstance(matrix, StoredMatrix) and group % INPUTS and bits == 4:
         return matrix
     # Compiled for a CPU, JAX 0.10's programs refuse their own arrays of 4 bits.
-    change = _transposing(bits, group, is_abstract or not is_cpu, part.sharding)
+    devices = set() if part.sharding is None else part.sharding.device_set
+    in_words = local % GROUP == 0 and {device.platform for device in devices} == {"tpu"}
+    change = _transposing(bits, group, part.sharding, in_pairs=is_abstract or not is_cpu, in_words=in_words)
     if not is_abstract:
         return jax.block_until_ready(change(matrix))
     shapes = jax.eval_shape(change, matrix)
@@ -99,12 +101,12 @@ def laid_out(matrix: Any, scheme: str | None = None) -> Any:
 
 
 @functools.lru_cache
-def _transposing(bits: int | None, group: int, in_pairs: bool, place: Sharding | None) -> Callable[[Any], Any]:
+def _transposing(bits: int | None, group: int, place: Sharding | None, **form: bool) -> Callable[[Any], Any]:
     """The compiled rounding and transposition of matrices, each device's part by itself."""
 
     def change(part: Any) -> TransposedMatrix:
         stored = part if isinstance(part, StoredMatrix) else blocks.quantize(part, bits, group)
-        return blocks.transpose(stored, in_pairs=in_pairs)
+        return blocks.transpose(stored, **form)
 
     def on_devices(matrix: Any) -> TransposedMatrix:
         specs = transposed_specs(place.spec, jax.eval_shape(change, matrix))

@@ -25,11 +25,10 @@ from failfast_jax.kernels.attention_window import LayerCache, RowGroups, TreeMas
 from failfast_jax.kernels.blocks import BlockMatrix, as_array
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import dense_attention, rotated_heads
-from failfast_jax.kernels.row_operations import product, xla_product
 from failfast_jax.models import quantization
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, Kind
 from failfast_jax.models.kv_cache import KVCache, move_slots
-from failfast_jax.models.layers import Layer, Linear, RMSNorm, config_with_copies
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, config_with_copies, head_logits
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import (
@@ -222,12 +221,7 @@ class Decoder(nnx.Module):
     @jax.named_scope("head")
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
         """Returns float32 logits of hidden states that `window` returned."""
-        multiply = product if self.execution.mesh is None else xla_product
-        if self.head is not None:
-            logits = self.head(hidden, jnp.float32, multiply=multiply)
-        else:
-            logits = multiply(hidden, self.embed[...], jnp.float32)
-        return constrain(logits, self.execution, P(*[P.UNCONSTRAINED] * (logits.ndim - 1), self.execution.vocab))
+        return head_logits(hidden, self.head_weight, self.execution, self.execution.vocab)
 
     # -- devices and types -------------------------------------------------------------------------------
 

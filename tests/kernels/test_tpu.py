@@ -13,14 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
 
-from failfast_jax.kernels import plain_attention, tpu_attention, tpu_prompt
+from failfast_jax.kernels import blocks, plain_attention, tpu_attention, tpu_blocks, tpu_prompt
 from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU, attend
 from failfast_jax.kernels.plain_attention import apply_rope, write_windows
+from failfast_jax.models import sharding
 
 INTERPRET = jax.default_backend() != "tpu"
 """Where there is a TPU the same tests run on it."""
@@ -235,6 +238,54 @@ def test_prefill_equals_the_reference(width, block_size, start, until):
     got = tpu_prompt.attend(q, (k, v), window, interpret=INTERPRET)
     wanted = in_full(plain_attention.attend)(q, (k, v), window)
     np.testing.assert_allclose(got, wanted, atol=TOLERANCES["float32"])
+
+
+def product_by_words(width: int, group: int, has_minimum: bool, dtype: str, devices: int = 1) -> None:
+    """Several blocks of outputs, the last not full; on several devices, each with a part of them, bit for bit."""
+    random, outputs, inputs = np.random.default_rng(width), 200, 256
+    # Some scales are so small that float16 has less than its usual bits for them.
+    scale = random.standard_normal((outputs, inputs // group)) * 10.0 ** random.integers(-6, 1, (outputs, 1))
+    minimum = random.standard_normal(scale.shape).astype(jnp.dtype(dtype)) if has_minimum else None
+    codes = random.integers(0, 256, (outputs, inputs // 2), np.uint8)
+    stored = blocks.StoredMatrix(codes, scale.astype(jnp.dtype(dtype)), minimum, bits=4)
+    matrix = jax.jit(functools.partial(blocks.transpose, in_words=True))(stored)
+    np.testing.assert_array_equal(matrix.dequantized(), stored.dequantized())
+    x = jnp.asarray(random.standard_normal((width, inputs)), jnp.bfloat16)
+    multiply = functools.partial(tpu_blocks.product, preferred=jnp.float32, interpret=INTERPRET)
+    actual = jax.jit(multiply)(x, matrix)
+    wanted = np.asarray(x, np.float64) @ np.asarray(stored.dequantized(), np.float64).T
+    np.testing.assert_allclose(actual, wanted, atol=1e-5 * np.abs(wanted).max())
+    if devices > 1:
+        place = sharding.Execution(mesh=sharding.make_mesh(devices))
+        specs = P(), sharding.transposed_specs(P(sharding.TENSOR), matrix)
+        spread = place.per_device(multiply, specs, P(None, sharding.TENSOR))
+        np.testing.assert_array_equal(jax.jit(spread)(x, matrix), actual)
+
+
+WORDS = [(1, 32, True, "float16"), (5, 128, False, "float16"), (16, 32, False, "bfloat16"), (64, 128, True, "bfloat16")]
+
+
+@pytest.mark.parametrize("form", WORDS, ids=lambda form: "-".join(map(str, form)))
+def test_products_by_codes_in_words(form, monkeypatch, capfd):
+    params = Mock(wraps=functools.partial(pltpu.InterpretParams, detect_races=True))
+    monkeypatch.setattr(pltpu, "InterpretParams", params)
+    monkeypatch.setattr(tpu_blocks, "OUTPUTS", 128)
+    monkeypatch.setattr(tpu_blocks, "MOST_ROWS", 32)
+    product_by_words(*form)
+    assert not INTERPRET or (params.called and "RACE" not in "".join(capfd.readouterr()))
+
+
+@pytest.mark.long
+def test_products_by_codes_in_words_on_two_devices():
+    program = (
+        "import os, sys\n"
+        "os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'\n"
+        "sys.path[:0] = ['tests', 'tests/kernels']\n"
+        "import test_tpu\n"
+        "test_tpu.product_by_words(5, 32, True, 'float16', devices=2)\n"
+    )
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_products_of_float32_are_full_ones():

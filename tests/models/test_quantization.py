@@ -231,19 +231,22 @@ def test_savings_are_those_of_the_shapes():
 # Models in blocks on a mesh, here of one device.
 
 
-@pytest.mark.parametrize(("bits", "group", "head_dim"), [(8, 192, 32), (8, 32, 32), (4, 64, 32), (4, 32, 16)])
+@pytest.mark.parametrize(
+    ("bits", "group", "head_dim"), [(8, 192, 32), (8, 32, 32), (4, 64, 32), (4, 32, 16), (4, 32, 128)]
+)
 def test_copies_of_heads_in_blocks_have_the_same_numbers(bits, group, head_dim):
-    model = random_model(tiny_config(num_heads=192 // head_dim, num_kv_heads=2, head_dim=head_dim, hidden_size=192))
+    size, in_words = 6 * max(32, head_dim), head_dim == 128
+    model = random_model(tiny_config(num_heads=size // head_dim, num_kv_heads=2, head_dim=head_dim, hidden_size=size))
     attention, exact = copy.deepcopy(model.layers[0].attention), model.layers[0].attention
     for name in ("qkv", "o"):
         matrix = blocks.quantize(getattr(exact, name).weight[...], bits, group)
         getattr(exact, name).weight = nnx.Param(as_array(matrix))
-        getattr(attention, name).weight = nnx.Param(blocks.transpose(matrix))
+        getattr(attention, name).weight = nnx.Param(blocks.transpose(matrix, in_words=in_words))
     mesh = sharding.make_mesh()
     small, exact = (each.with_copies(2, mesh, sharding.TENSOR) for each in (attention, exact))
     for name in ("qkv", "o"):
         matrix, expected = (getattr(each, name).weight[...] for each in (small, exact))
-        assert isinstance(matrix, BlockMatrix)
+        assert isinstance(matrix, BlockMatrix) and matrix.in_words == in_words
         np.testing.assert_array_equal(as_array(matrix), expected.reshape(matrix.shape))
 
 

@@ -108,9 +108,10 @@ def load(args: argparse.Namespace) -> FailFast:
     engine = FailFast.load(args.target, args.drafter, options)
     if args.method in (None, DEFAULT_METHOD) and engine.drafter is None:
         progress.note("no --drafter: --method auto drafts from the text alone")
-    quantized = (("target", options.quantize, engine.target), ("drafter", options.quantize_drafter, engine.drafter))
-    for name, scheme, model in quantized:
+    target, drafter = engine.target, engine.drafter
+    quantized = (("target", options.quantize, target, None), ("drafter", options.quantize_drafter, drafter, target))
+    for name, scheme, model, shared in quantized:
         if scheme in quantization.SCHEMES:
-            size = quantization.parameter_bytes(model)
+            size = quantization.parameter_bytes(model, shared)
             progress.note(f"{name}: {quantization.arithmetic(model)}, {size / 1e6:.0f} MB of parameters")
     return engine

@@ -221,6 +221,8 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     model, tokenizer = target, options.tokenizer
     if source is not None:
         source.check_is_target()
+        if options.quantize is not None and source.checkpoint.has_blocks():
+            progress.warn_once(f"--quantize {options.quantize}: {target_name} is quantised; its blocks stay as stored")
         model, tokenizer = source.load(dtype, mesh, quantize=options.quantize, attention=attention)
         tokenizer = options.tokenizer or tokenizer
     drafting, drafter_tokenizer, decoding, chances = drafter, options.drafter_tokenizer, {}, None

@@ -46,7 +46,7 @@ def check_activations(activations: str | None, is_spread: bool = False) -> None:
     if reason is None and activations == "int8":
         reason = _without_kernel(INPUTS, is_spread)
     if reason is not None:
-        raise OptionError(f"--activations {activations}: {reason}")
+        raise OptionError(f"--activations {activations}: {reason}: leave it out")
 
 
 def drafter_scheme(wanted: str | None, target: Any | None) -> str | None:

@@ -10,8 +10,9 @@ import logging
 import jax
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN
+from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
 from flax import nnx
+from gguf import GGMLQuantizationType as Quant
 from tiny_engines import lossless
 from tiny_models import random_extended, random_model, tiny_config
 
@@ -188,6 +189,18 @@ def test_without_the_kernel_xla_multiplies_in_float32_and_a_line_says_so(monkeyp
         FailFast(random_model(tiny_config(), dtype="bfloat16"), quantize="int8", activations="float32")
 
 
+def test_a_file_that_is_quantised_already_stays_so_and_a_line_says_it(tmp_path, caplog):
+    progress.warn_once.cache_clear()
+    path = write_gguf(tmp_path / "model.gguf", "qwen2_untied", quantise=lambda *_: Quant.F32, extra=gguf_tokenizer)
+    FailFast(path, quantize="int4")
+    assert "is quantised" not in caplog.text
+    half = lambda _, value: Quant.Q8_0 if value.ndim == 2 and value.shape[1] % 32 == 0 else Quant.F32  # noqa: E731
+    path = write_gguf(tmp_path / "quantised.gguf", "qwen2_untied", quantise=half, extra=gguf_tokenizer)
+    engine = FailFast(path, quantize="int4")
+    assert f"--quantize int4: {path} is quantised; its blocks stay as stored" in caplog.text
+    assert engine.target.layers[0].mlp.gate_up.weight[...].bits == 8
+
+
 @needs_kernel
 def test_activations_are_served_or_refused():
     target, drafter = random_model(tiny_config(**SIZES)), random_model(tiny_config(**SIZES), seed=1)
@@ -202,7 +215,7 @@ def test_activations_are_served_or_refused():
     odd = random_model(tiny_config(hidden_size=40, head_dim=10))
     with pytest.raises(OptionError, match="int8: target: .*40 inputs: a multiple of 32; XLA multiplies in float32"):
         FailFast(odd, quantize="int8", activations="int8")
-    with pytest.raises(OptionError, match="--activations int8: matrices spread over devices"):
+    with pytest.raises(OptionError, match="--activations int8: matrices spread over devices: leave it out"):
         FailFast("nowhere", quantize="int8", activations="int8", tensor_parallel=2)
 
 

@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 from typing import Any
 
-from failfast_jax.drafters import DEFAULT_METHOD, DIFFUSION_METHOD, all_options, resolve
+from failfast_jax.drafters import DEFAULT_METHOD, DIFFUSION_METHOD, FORMER, all_options, resolve
 from failfast_jax.engine import FailFast
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.kernels.kernel_table import KERNELS
 from failfast_jax.load_options import LoadOptions
 from failfast_jax.models import quantization
-from failfast_jax.options import add_flag, add_flags
+from failfast_jax.options import add_flag, add_flags, flag_of
 from failfast_jax.util import processes, progress
 from failfast_jax.util.compile_cache import enable_compile_cache
 
@@ -51,6 +51,8 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(drafting, all_options())
     add_flags_named(drafting, "costs")
+    for name in FORMER:
+        drafting.add_argument(flag_of(name), help=argparse.SUPPRESS)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, replicas: bool = False, distributed: bool = True) -> None:
@@ -85,7 +87,7 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
       OptionError, ValueError: options that cannot be served, or that miss a model.
     """
     names = {name for options in all_options().values() for name in options.names()}
-    options = {name: getattr(args, name) for name in sorted(names)}
+    options = {name: getattr(args, name) for name in sorted({*names, *FORMER})}
     common = {name: value for name, value in common.items() if value is not None}
     config = resolve(GenerationConfig(args.method, **common, options=options))
     method = config.method
@@ -97,6 +99,8 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
         config.resolution.options.read_graph(args.target)
     if args.drafter is not None and not all_options()[method].kinds:
         raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
+    if args.method == "failfast" and not any(options.values()):  # for one release
+        progress.note("--method failfast: the paper's method; a choice by measured costs, its former meaning, is auto")
     return config
 
 

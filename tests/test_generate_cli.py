@@ -102,6 +102,8 @@ BAD = {
     ),
     f"--target {DRAFTER} {IDS} --method dllm --spiffy-graph g.json": "--spiffy-graph g.json: needs --spiffy",
     "--target ./nowhere --prompt x": "--target ./nowhere: no such file or folder",
+    # A former option, without effect.
+    "--target ./nowhere --prompt x --method lookup --policy fixed": "--target ./nowhere: no such file or folder",
     f"{T} --prompt-file /nowhere/prompt": "--prompt-file /nowhere/prompt: No such",
     f"{LOOKUP} {IDS} --trace /nowhere/rounds.html": "--trace /nowhere/rounds.html: no such folder",
 }

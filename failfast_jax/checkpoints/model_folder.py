@@ -34,6 +34,8 @@ logger = logging.getLogger("failfast_jax")
 LAYOUTS = (BORROWING_LAYOUT, EAGLE_LAYOUT, BLOCK_LAYOUT)
 """Drafters that are no models without their target."""
 DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len")
+FORMER_OPTIONS = ("lookup_min", "min_gain", "policy")
+"""Options that folders of earlier versions may hold, too: without effect."""
 CHANCES = "chances"
 """Key of `config.json`: how often tokens of each bin of confidence were right when the drafter was made."""
 
@@ -112,10 +114,10 @@ class ModelFolder:
         if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
             raise values.refusal(self.raw, "decoding", self.where, "must map platforms to options")
         options = {**stored.get("any", {}), **stored.get(platform, {})}
-        if other := [name for name in options if name not in DECODING_OPTIONS]:
+        if other := [name for name in options if name not in (*DECODING_OPTIONS, *FORMER_OPTIONS)]:
             allowed = ", ".join(DECODING_OPTIONS)
             raise ConfigError(f"{self.where}: decoding option {other[0]!r} is not one of {allowed}")
-        return options
+        return {name: value for name, value in options.items() if name in DECODING_OPTIONS}
 
     def check_is_target(self) -> None:
         """Raises ConfigError: a drafter that needs a target."""

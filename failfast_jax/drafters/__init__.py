@@ -48,6 +48,13 @@ DEFAULT_METHOD = "auto"
 DIFFUSION_METHOD = "dllm"
 """The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
 
+FORMER = {
+    "policy": "no longer an option: --method auto decides by measured costs, and every other method is what it says "
+    "(--method failfast, --method lookup)",
+    "min_gain": "no longer an option: --method auto weighs by measured costs what a draft gains",
+}
+"""Options that were removed, and their replacement."""
+
 
 def all_options() -> dict[str, type[MethodOptions]]:
     """Options of every method, `dllm` included."""
@@ -85,9 +92,7 @@ def resolve(config: GenerationConfig, defaults: Mapping[str, Any] | None = None)
     kind = check_method(config.method)
     for name, value in config.options.items():
         if value is not None and value is not False and name not in kind.names():
-            takers = ", ".join(other for other, options in all_options().items() if name in options.names())
-            only = f"--method {config.method} has no such option, only --method {takers}"
-            raise OptionError(f"{shown(name, value)}: {only if takers else 'no method has such an option'}")
+            _refuse_option(config.method, name, value)
     if config.acceptance == "rejection" and not kind.samples:
         takers = ", ".join(name for name, options in METHODS.items() if options.samples)
         reason = f"--method {config.method} samples no drafts from left to right, only --method {takers}"
@@ -95,6 +100,19 @@ def resolve(config: GenerationConfig, defaults: Mapping[str, Any] | None = None)
     values = {name: value for name, value in config.options.items() if name in kind.names()}
     options = kind.of(values, defaults, acceptance=config.acceptance, exact=config.exact)
     return config.resolved(Resolution(options, defaults))
+
+
+def _refuse_option(method: str, name: str, value: Any) -> None:
+    """Raises OptionError: the method has no such option; the methods that have it are named."""
+    if name == "policy" and value == ("auto" if method == DEFAULT_METHOD else "fixed"):
+        return  # the method is that already; taken for a release
+    flag = shown(name, value)
+    if name in FORMER:
+        raise OptionError(f"{flag}: {FORMER[name]}")
+    takers = [other for other, options in all_options().items() if name in options.names()]
+    if not takers:
+        raise OptionError(f"{flag}: no method has such an option")
+    raise OptionError(f"{flag}: --method {method} has no such option, only --method {', '.join(takers)}")
 
 
 def check_defaults(defaults: Mapping[str, Any], where: str) -> None:

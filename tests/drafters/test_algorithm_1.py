@@ -16,6 +16,8 @@ from failfast_jax.kernels.kernel_table import SIMULATED_TPU
 
 PROMPTS = [[3, 14, 15, 9, 26, 35], [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11, 20, 21, 7, 8, 9]]
 """The second one repeats itself: a lookup would have something to draft."""
+FORMER = {"lookup_min": 1, "min_gain": 0.5, "policy": "auto"}
+"""Options in folders of earlier versions."""
 PAIRS = {
     "block diffusion": ("qwen2_target_160", "fast_dllm_v2_untied", (10, 60)),
     "DSpark": ("field/qwen3_a", "field/dspark_qwen3_a", (7, 14)),
@@ -28,7 +30,7 @@ PAIRS = {
 def paths(name: str, tmp_path: Path) -> tuple[Path, Path]:
     """A target, and its drafter with options that its folder brings."""
     target, drafter, _ = PAIRS[name]
-    decoding = {"any": {"tau": 1.0}}
+    decoding = {"any": {"tau": 1.0, **FORMER}, "cpu": FORMER, "tpu": FORMER}
     return GOLDEN / target, hf_folder(tmp_path / "drafter", drafter, decoding=decoding)
 
 

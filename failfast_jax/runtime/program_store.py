@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,24 +157,28 @@ class ProgramStore:
         structure = jax.tree.structure(shapes)
         return lambda *args: jax.tree.unflatten(structure, flat(*jax.tree.leaves(args))), shapes
 
-    def named(self, path: Path, program: Program) -> Callable:
-        """The function of a program to be stored, by a name of its own: no other start's compilation may be reused.
+    def named(self, program: Program) -> Callable:
+        """The function of a program to be stored, by a name of its own: no compilation of another process is reused.
 
-        XLA does not write a program whole that JAX's own cache supplied.
+        XLA does not write a program whole that JAX's own cache supplied, and two processes may compile one at a time.
         """
 
         def function(*args: Any) -> Any:
             return program.function(*args)
 
-        function.__name__ = f"{name_of(program.function).replace(' ', '_')}_{path.stem[-8:]}"
-        for copy in path.parent.glob(f"jit_{function.__name__}-*"):
-            copy.unlink(missing_ok=True)
+        function.__name__ = f"{name_of(program.function).replace(' ', '_')}_{secrets.token_hex(8)}"
         return function
 
-    def write(self, path: Path, program: Program, executable: jax.stages.Compiled) -> None:
-        """Stores a program; without a word where that cannot be: it is compiled anew next time."""
+    def write(self, path: Path, function: Callable, program: Program, executable: jax.stages.Compiled) -> None:
+        """Stores a program; without a word where that cannot be: it is compiled anew next time.
+
+        Args:
+          function: result of `named`; the copy in JAX's cache, which no start looks for, goes.
+        """
         with contextlib.suppress(Exception):
             code, _, results = serialize_executable.serialize(executable)
             is_state = results == jax.tree.structure(program.args[program.donate[0]])
             if is_state and executable.runtime_executable().local_devices() == _devices(program):
                 store(path, json.dumps([*cpu_kernels.registered]).encode() + b"\n" + code)
+            for copy in path.parent.glob(f"jit_{function.__name__}-*"):
+                copy.unlink(missing_ok=True)

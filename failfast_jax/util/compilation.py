@@ -203,13 +203,13 @@ class Executables:
         return known
 
     def _compiling(self, path: Path | None, program: Program) -> tuple[Future, Any]:
-        function = program.function if path is None else self._store.named(path, program)
+        function = program.function if path is None else self._store.named(program)
         lowered = jax.jit(function, donate_argnums=program.donate).lower(*program.args)
 
         def compile_and_store() -> jax.stages.Compiled:
             executable = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
             if path is not None:
-                self._store.write(path, program, executable)
+                self._store.write(path, function, program, executable)
             release_memory()
             return executable
 

@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import PromptTooLong, printable_lines
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import CommandOptions, add_flags_of, option
-from failfast_jax.request_flags import (
-    add_engine_flags,
-    add_flags_named,
-    add_method_flags,
-    add_model_flags,
-    config_of,
-    load,
-)
+from failfast_jax.request_flags import add_engine_flags, add_flags_named, add_model_flags, config_of, load
 from failfast_jax.serving.answer import Answer, Finished
 from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import refuse_diffusion
@@ -48,16 +40,6 @@ class ChatOptions(CommandOptions):
         None, "maximum tokens of the conversation (1024, or the models' limit)", least=2, most=2**24
     )
     max_new_tokens: int = option(512, "maximum tokens of an answer", least=1, most=2**24)
-
-
-@contextlib.contextmanager
-def on_interrupt(handler: Any) -> Iterator[Any]:
-    """Inside, `handler` handles Ctrl-C; yields the handler before it."""
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield before
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Chat:
@@ -126,7 +108,7 @@ def _read_line(usual: Any) -> str | None:
       ConfigError: a line without end.
     """
     try:
-        with on_interrupt(usual):
+        with command_line.handling(usual, signal.SIGINT):
             if sys.stdin.isatty():
                 return input("> ").strip()
             if line := read_stream(sys.stdin, "stdin", LONGEST_TEXT, line=True):
@@ -144,7 +126,7 @@ def talk(chat: Chat) -> None:
     """Reads lines until the end. Ctrl-C raises an exception only at the prompt."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives `input` its keys and history; not on every system
-    with on_interrupt(chat.stop) as usual:
+    with command_line.handling(chat.stop, signal.SIGINT) as [usual]:
         while (line := _read_line(usual)) is not None:
             try:
                 if line.startswith("/"):
@@ -170,7 +152,6 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags_of(conversation, ChatOptions)
     add_flags_named(conversation, *SAMPLING)
     add_model_flags(parser)
-    add_method_flags(parser)
     add_engine_flags(parser, distributed=False)
     return parser
 

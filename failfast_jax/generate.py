@@ -12,14 +12,7 @@ from failfast_jax.answer_trace import TERMINAL, write_trace
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig, common_fields
-from failfast_jax.request_flags import (
-    add_engine_flags,
-    add_flags_named,
-    add_method_flags,
-    add_model_flags,
-    config_of,
-    load,
-)
+from failfast_jax.request_flags import add_engine_flags, add_flags_named, add_model_flags, config_of, load
 from failfast_jax.results import Result, acceptance_summary
 from failfast_jax.template_rendering import LONGEST_TEXT
 from failfast_jax.util import command_line, processes, progress
@@ -61,7 +54,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     output.add_argument("--profile", metavar="DIR", type=user_path, help="write a jax.profiler trace of the answer")
     add_flags_named(parser.add_argument_group("sampling"), "temperature", "top_p", "top_k", "seed", "acceptance")
-    add_method_flags(parser)
     add_engine_flags(parser)
     return parser
 

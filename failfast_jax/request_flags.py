@@ -44,8 +44,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_named(models, "method", "dtype")
 
 
-def add_method_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of all methods."""
+def add_engine_flags(parser: argparse.ArgumentParser, *, replicas: bool = False, distributed: bool = True) -> None:
+    """Adds the options of all methods, and flags that say how models are run; `replicas`: on several data-parallel
+    replicas, if the user says so; `distributed`: in several processes."""
     drafting = parser.add_argument_group(
         "options of methods", "each names the methods that take it; a drafter's folder may bring its own defaults"
     )
@@ -53,22 +54,9 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_named(drafting, "costs")
     for name in FORMER:
         drafting.add_argument(flag_of(name), help=argparse.SUPPRESS)
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, *, replicas: bool = False, distributed: bool = True) -> None:
-    """Adds flags that say how models are run; `replicas`: on several data-parallel replicas, if the user says so;
-    `distributed`: in several processes."""
     engine = parser.add_argument_group("engine")
-    names = [
-        "exact",
-        "max_seq_len",
-        "quantize",
-        "quantize_drafter",
-        "activations",
-        "rope_theta_drafter",
-        "tensor_parallel",
-    ]
-    add_flags_named(engine, *names, *(["data_parallel"] if replicas else []))
+    add_flags_named(engine, "exact", "max_seq_len", "quantize", "quantize_drafter", "activations", "rope_theta_drafter")
+    add_flags_named(engine, "tensor_parallel", *(["data_parallel"] if replicas else []))
     if distributed:
         processes.add_flag(engine)
     add_flags_named(engine, "attention", "compile_cache")

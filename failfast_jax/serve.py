@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import add_flags_of
-from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load
+from failfast_jax.request_flags import add_engine_flags, add_model_flags, config_of, load
 from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, refuse_diffusion
 from failfast_jax.util import command_line, processes, progress
 
@@ -32,7 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_flags_of(parser.add_argument_group("server"), ServeOptions)
     add_model_flags(parser)
-    add_method_flags(parser)
     add_engine_flags(parser, replicas=True)
     return parser
 
@@ -82,15 +81,11 @@ def _serve(queue: Queue, options: ServeOptions, listening: socket.socket) -> Non
 
     name = options.model_name or os.path.basename(str(queue.engine.target_name).rstrip("/"))
     server = Server(queue, options, name)
-    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with command_line.handling(server.handle_exit, signal.SIGINT, signal.SIGTERM):
         progress.note(f"serving {name} at {url_of(listening)}/v1")
         if options.port == 0:
             print(f"{url_of(listening)}/v1", flush=True)
         server.run(sockets=[listening])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if server.signals[:1] == [signal.SIGINT]:
         raise KeyboardInterrupt
 

@@ -60,7 +60,6 @@ from failfast_jax.public_data.model_shapes import (
     abstract_model,
     abstract_reader,
     cache_bytes,
-    nbytes,
     spread_shapes,
     weights_read,
 )
@@ -432,7 +431,7 @@ def published_passes(measured: published_speeds.Measurement, tp: int) -> publish
     plain, verify = (milliseconds(compiler.one_pass(target, width, width), target, width) for width in (step, rows))
     draft = milliseconds(compiler.one_draft(rows), layers, rows)
     if network.markov is not None:  # token after token, each with the whole matrix
-        read = network.config.max_block_draft * nbytes(network.markov.w2)
+        read = network.config.max_block_draft * hardware.bytes_on_a_device(network.markov.w2)
         draft += 1e3 * read / (compiler.chip.bandwidth * compiler.chip.streaming)
     return published_speeds.Passes(plain, verify, draft)
 

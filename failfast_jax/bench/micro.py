@@ -28,7 +28,6 @@ from failfast_jax.models import quantization
 from failfast_jax.models.attention_check import check_attention, is_right
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.options import add_flags_of
-from failfast_jax.public_data.model_shapes import nbytes
 from failfast_jax.public_data.question_sets import PROMPTS, everyday_prompts, humaneval_prompts
 from failfast_jax.request_flags import add_flags_named
 from failfast_jax.util import hardware
@@ -64,7 +63,7 @@ def speed(pair: FailFast) -> dict[str, Any]:
     config = GenerationConfig("vanilla", max_new_tokens=TOKENS, ignore_eos=True)
     answers = [pair.generate(list(PROMPTS[:1]), config)[0] for _ in range(REPEATS)]
     tokens_per_s = float(np.median([answer.stats.tokens_per_s for answer in answers[1:]]))
-    bandwidth, size = hardware.bandwidth(2**29)["read"], nbytes(pair.target)
+    bandwidth, size = hardware.bandwidth(2**29)["read"], hardware.bytes_on_a_device(pair.target)
     return {
         "weight_bytes": size,
         "read_bandwidth_bytes_per_s": bandwidth,

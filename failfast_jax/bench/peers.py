@@ -33,7 +33,7 @@ from failfast_jax.errors import InputError, OptionError
 from failfast_jax.options import CommandOptions, option
 from failfast_jax.prompts import encode
 from failfast_jax.public_data.question_sets import PROMPTS, load_dataset
-from failfast_jax.util.command_line import raise_terminated
+from failfast_jax.util.command_line import handling, raise_terminated
 from failfast_jax.util.progress import progress_bar, waiting
 from failfast_jax.util.tables import markdown
 
@@ -163,7 +163,7 @@ def compare_peers(args: argparse.Namespace) -> dict[str, Any]:
     context = max(map(len, prompts)) + options.max_new_tokens + 256  # drafts need room
     peers, missing = [], {}
     with contextlib.ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, raise_terminated))
+        stack.enter_context(handling(raise_terminated, signal.SIGTERM))
         for name, command in peer_commands(options, loading, target.path, context).items():
             try:
                 with waiting(f"{name} starts"):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tomllib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +27,7 @@ _LONGEST_TOKEN = 1024
 _SPACE = "\u2581"
 """SentencePiece writes a space so."""
 
-with (Path(__file__).parents[1] / "assets" / "pre_tokenizers.toml").open("rb") as _file:
-    _PRE_TOKENIZERS = {name: rule for rule in tomllib.load(_file)["rules"] for name in rule["names"]}
+_PRE_TOKENIZERS = {name: rule for rule in values.asset("pre_tokenizers.toml")["rules"] for name in rule["names"]}
 
 
 class GGUFTokenizer:

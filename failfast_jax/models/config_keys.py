@@ -10,10 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from failfast_jax.errors import CheckpointError, ConfigError, quoted
@@ -154,8 +152,7 @@ UNQUANTISED = (
     "(desc_act false) or compressed-tensors' pack-quantized"
 )
 
-with (Path(__file__).parents[1] / "assets" / "config_keys.toml").open("rb") as _file:
-    _TABLES = tomllib.load(_file)
+_TABLES = values.asset("config_keys.toml")
 HARMLESS = frozenset(" ".join(_TABLES["harmless"].values()).split())
 NEUTRAL: dict[str, tuple[Any, ...]] = {key: tuple(allowed) for key, allowed in _TABLES["neutral"].items()}
 STEMS, HARMLESS_STEMS, REFUSED = (frozenset(_TABLES["refused"][part].split()) for part in ("words", "but_not", "keys"))

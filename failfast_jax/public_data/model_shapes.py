@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,9 +22,9 @@ from failfast_jax.models.model_config import ModelConfig, RopeConfig
 from failfast_jax.models.sharding import Execution, name_of, parameter_specs
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import hardware
+from failfast_jax.util.values import asset
 
-with (Path(__file__).parents[1] / "assets" / "model_shapes.toml").open("rb") as _file:
-    _SHAPES = tomllib.load(_file)
+_SHAPES = asset("model_shapes.toml")
 _COMMON = _SHAPES.pop("all") | {"rope": RopeConfig(theta=1_000_000.0)}
 CONFIGS = {name: ModelConfig(**(_COMMON | fields)) for name, fields in _SHAPES.items()}
 """Configurations by the name of the model."""
@@ -135,8 +133,3 @@ def random_arrays(tree: Any, seed: int) -> Any:
         else:
             filled[index] = _normal(leaf.shape, leaf.dtype, leaf.sharding)(jax.random.fold_in(key, index))
     return jax.tree.unflatten(treedef, [filled[index] for index in range(len(leaves))])
-
-
-def nbytes(tree: Any) -> int:
-    """Returns the bytes of a pytree of arrays or shapes."""
-    return sum(map(hardware.array_bytes, jax.tree.leaves(tree)))

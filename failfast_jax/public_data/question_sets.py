@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import random
-import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from failfast_jax.errors import DataError, InputError
 from failfast_jax.prompts import Prompt
 from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import user_path
+from failfast_jax.util.values import asset
 
 Row = Mapping[str, Any]
 PROMPTS = (
@@ -194,8 +194,7 @@ CALLS: dict[str, dict[str, Callable]] = {
     "mtbench": {"read": _conversation},
 }
 """Fields of sources that are functions; the others are in a file."""
-with (Path(__file__).parents[1] / "assets" / "question_sets.toml").open("rb") as _file:
-    SOURCES = {name: Source(**fields, **CALLS.get(name, {})) for name, fields in tomllib.load(_file).items()}
+SOURCES = {name: Source(**fields, **CALLS.get(name, {})) for name, fields in asset("question_sets.toml").items()}
 """Benchmarks by name."""
 ROW_FILES = (".jsonl", ".parquet")
 """Files that are read row by row."""

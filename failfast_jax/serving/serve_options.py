@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
-from pathlib import Path
 from typing import Any
 
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.errors import OptionError
 from failfast_jax.options import CommandOptions, option
+from failfast_jax.util import values
 from failfast_jax.util.files import user_path
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 KEY_VARIABLE = "FAILFAST_API_KEY"
 """Environment variable with the key that requests must bring."""
-with (Path(__file__).parents[1] / "assets" / "neutral_arguments.toml").open("rb") as _file:
-    NEUTRAL: dict[str, list[Any]] = tomllib.load(_file)
+NEUTRAL: dict[str, list[Any]] = values.asset("neutral_arguments.toml")
 """Values with which arguments of requests that are not served change nothing; null is another."""
 
 

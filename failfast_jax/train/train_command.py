@@ -62,16 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=".npz, .jsonl or .parquet files, and folders of them",
     )
-    parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
     processes.add_flag(parser)
     add_settings(parser)
 
 
 def work(args: argparse.Namespace) -> None:
     """Trains, or continues training, and prints a line of JSON: the drafter's folder and its figures."""
-    config, deadline = TrainConfig.from_flags(vars(args)), deadline_after(args.minutes)
+    config = TrainConfig.from_flags(vars(args))
+    deadline, source = deadline_after(config.minutes), config.target or default_target_path()
     find_models({"--target": config.target, "--start": config.start})
-    source = config.target or default_target_path()
     target = open_checkpoint(source).config
     layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
     devices = f"must be a multiple of the {len(jax.devices())} devices"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from failfast_jax.checkpoints.drafter_folder import STORAGES
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.models.block_network import MARKOV_HEADS, DSparkConfig
 from failfast_jax.options import Option, add_flag, check_value, require, shown
+from failfast_jax.util.values import asset
 
 DSPARK, BLOCKS, STANDALONE, DIFFUSION = ("dspark",), ("dspark", "dflash"), ("standalone",), ("diffusion",)
 MASKED = (*STANDALONE, *DIFFUSION)
@@ -28,8 +28,7 @@ THIRDS = "thirds"
 DECIDED_BY_START = ("rows", "row_features", "draft_vocab", "features", "mask_token")
 """Options that a block drafter at `--start` decides."""
 
-with (Path(__file__).parents[1] / "assets" / "train_presets.toml").open("rb") as _file:
-    PRESETS: dict[str, dict[str, Any]] = tomllib.load(_file)
+PRESETS: dict[str, dict[str, Any]] = asset("train_presets.toml")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +146,7 @@ class TrainConfig:
         None, "dtype of the arithmetic; default: float32 on CPU, else bfloat16", choices=("float32", "bfloat16")
     )
 
+    minutes: float | None = _run(None, "stop with a checkpoint after this time (exit status 3)", above=0)
     fsdp: int = _run(1, "devices that share parameters and optimiser state (diffusion)", "N")
     save_every: int = _run(100, "steps between checkpoints", least=1)
     eval_every: int = _run(0, "steps between measurements; 0: only at the end", least=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import logging
@@ -10,10 +11,11 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -62,21 +64,24 @@ class OutOfTime(Exception):
 
 
 def deadline_after(minutes: float | None) -> float:
-    """Returns the `time.monotonic()` at which `--minutes` are over; infinity for None.
-
-    Raises:
-      OptionError: `minutes` is not positive.
-    """
-    if minutes is None:
-        return math.inf
-    if not minutes > 0:
-        raise OptionError(f"--minutes {minutes}: must be positive")
-    return time.monotonic() + 60 * minutes
+    """Returns the `time.monotonic()` at which `--minutes` are over; infinity for None."""
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
 def raise_terminated(*_: object) -> NoReturn:
     """Handles SIGTERM in work that must not end in the middle of a line: raises SystemExit."""
     raise SystemExit(TERMINATED)
+
+
+@contextlib.contextmanager
+def handling(handler: Any, *signals: int) -> Iterator[list[Any]]:
+    """Inside, `handler` handles signals; yields the handlers before it."""
+    before = [signal.signal(number, handler) for number in signals]
+    try:
+        yield before
+    finally:
+        for number, former in zip(signals, before):
+            signal.signal(number, former)
 
 
 def run(
@@ -190,23 +195,13 @@ def import_optional(module: str, by: str, extra: str = "bench", otherwise: str =
         raise OptionError(f"{by}: needs {missing} ({error}): {advice}") from None
 
 
-def dispatch(
-    package: str,
-    commands: Mapping[str, str],
-    argv: list[str] | None,
-    *,
-    extra: str,
-    modules: Mapping[str, str] | None = None,
-) -> int:
+def dispatch(package: str, commands: Mapping[str, tuple[str, str]], extra: str, argv: list[str] | None = None) -> int:
     """Runs the subcommand that the first argument names, else `run`; returns its exit status.
 
-    A subcommand is a module of `package` with `add_arguments(parser)` and `work(args) -> status or None`; only the
-    chosen module is imported.
-
     Args:
-      commands: descriptions by name.
+      commands: by name, a module of `package` with `add_arguments(parser)` and `work(args) -> status or None`, and a
+        description; only the chosen module is imported.
       extra: the extra of this package that installs the dependencies of `package`.
-      modules: names of modules, by command, if they differ from the command's name.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
@@ -214,13 +209,13 @@ def dispatch(
         return _ended(f"error: {argv[0]}: no such command{hint} ({', '.join(commands)})", USAGE_ERROR)
     name = argv.pop(0) if argv and argv[0] in commands else "run"
     try:
-        module = import_optional(f"{package}.{(modules or {}).get(name, name)}", package, extra)
+        module = import_optional(f"{package}.{commands[name][0]}", package, extra)
     except OptionError as error:
         return _ended(f"error: {error}", USAGE_ERROR)
     parser = Parser(
         prog=f"python -m {package} {name}",
         description=module.__doc__,
-        epilog="Commands: " + "; ".join(f"{other}: {text}" for other, text in commands.items()) + ".",
+        epilog="Commands: " + "; ".join(f"{other}: {text}" for other, (_, text) in commands.items()) + ".",
         formatter_class=FORMATTER,
     )
     module.add_arguments(parser)

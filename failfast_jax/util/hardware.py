@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.errors import DeviceMemoryError, OptionError
+from failfast_jax.util.values import asset
 
 logger = logging.getLogger("failfast_jax")
 
@@ -203,28 +204,7 @@ class Chip:
     pci_device: str = ""
 
 
-AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2.25", "xla_tpu_enforce_prefetch_fifo_order": True}
-"""Fetches weights earlier, beside sums and small operations too, in the order in which they are needed. The effect of
-the factor jumps: at 2, passes of few rows of 32B on eight v6e take a sixth longer, at 2.5 those of 64 rows of 14B on
-four (by the timeline of `tpu_scripts/aot_report.py`)."""
-ROOM = {"xla_tpu_scoped_vmem_limit_kib": "25088"}
-"""Fast memory of one operation: with less, products of some models spread over eight chips fetch their weights by
-themselves; with more, less is left for weights that are fetched ahead."""
-
-# TPU7x: without its argument each call of the loop first copies every large matrix into another layout.
-CHIPS = {
-    chip.kind: chip
-    for chip in (
-        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9, 4, 0.7, AHEAD | ROOM),
-        Chip("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9, 4, 0.8, AHEAD | ROOM),
-        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9, 6, 0.85, AHEAD | ROOM),
-        Chip(
-            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9, 6, 0.85, AHEAD),
-            init_args="--xla_tpu_impure_enable_large_2nd_minor_layout=false",
-            pci_device="0x0076",
-        ),
-    )
-}
+CHIPS = {kind: Chip(kind, **fields) for kind, fields in asset("chips.toml").items()}
 
 
 def tell_libtpu(bus: Path = PCI) -> None:

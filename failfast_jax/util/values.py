@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from failfast_jax.errors import ConfigError, quoted
@@ -15,6 +17,11 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30
 REQUIRED: Any = object()
 
 Where = str | os.PathLike[str]
+
+
+def asset(name: str) -> dict[str, Any]:
+    """Reads a TOML file among the package's `assets`."""
+    return tomllib.loads((Path(__file__).parents[1] / "assets" / name).read_text(encoding="utf-8"))
 
 
 def refusal(raw: Mapping[str, Any], key: str, where: Where, rule: str) -> ConfigError:

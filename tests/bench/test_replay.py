@@ -18,7 +18,7 @@ from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.kernels.kernel_table import kernel_of
 from failfast_jax.public_data import acceptance_law, model_shapes
 from failfast_jax.public_data.acceptance_law import DATASETS, draw, fit, published_for
-from failfast_jax.public_data.model_shapes import CONFIGS, abstract_model, nbytes
+from failfast_jax.public_data.model_shapes import CONFIGS, abstract_model
 from failfast_jax.util import hardware
 from tpu_scripts import hlo
 from tpu_scripts.first_ten_minutes import QUICK_REPLAY
@@ -32,7 +32,9 @@ PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for 
 
 @pytest.mark.long(rare=True)
 def test_parameters_of_the_public_models():
-    counts = {name: nbytes(abstract_model(config, "bfloat16")) // 2 for name, config in CONFIGS.items()}
+    counts = {
+        name: hardware.bytes_on_a_device(abstract_model(config, "bfloat16")) // 2 for name, config in CONFIGS.items()
+    }
     assert counts["qwen2.5-1.5b"] == counts["fast-dllm-v2-1.5b"] == 1_543_714_304
     assert counts["qwen2.5-7b"] == 7_615_616_512
     assert counts["qwen2.5-14b"] == 14_770_033_664
@@ -42,10 +44,10 @@ def test_parameters_of_the_public_models():
 def test_bytes_of_a_pass():
     for config in (CONFIGS["tiny"], tiny_config(qkv_bias=False, tie_embeddings=True, num_layers=3)):
         model = model_shapes.abstract_model(config, "bfloat16")
-        cache = model_shapes.nbytes(model_shapes.abstract_cache(model, 128, "bfloat16"))
+        cache = hardware.bytes_on_a_device(model_shapes.abstract_cache(model, 128, "bfloat16"))
         assert cache == model_shapes.cache_bytes(config, 128)
         unread = 0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
-        assert model_shapes.device_reads(model)(128) == nbytes(model) - unread + cache
+        assert model_shapes.device_reads(model)(128) == hardware.bytes_on_a_device(model) - unread + cache
 
 
 @pytest.mark.long
@@ -58,7 +60,7 @@ def test_the_docs_hold_the_limits():
         name, dataset, lengths, paper, *limits = line.split(" | ")
         statistics, chunks = published_for(name, dataset.split(" ")[0]), float(lengths.split(" / ")[1]) / 10
         models = [abstract(each) for each in (name, "fast-dllm-v2-1.5b")]
-        weights = [model_shapes.nbytes(model) for model in models]
+        weights = [hardware.bytes_on_a_device(model) for model in models]
         passes = [model_shapes.device_reads(model)(1024) for model in models]
         expected = [
             (statistics.mean_accepted + 1) * target / (target + count * drafter)

@@ -145,6 +145,14 @@ class FailFast:
         """The target's, as `quantization.arithmetic` names it."""
         return quantization.arithmetic(self.target)
 
+    @functools.cached_property
+    def parameter_bytes(self) -> dict[str, int]:
+        """Bytes of `target` and, if there is one, `drafter`, as `quantization.parameter_bytes` counts them."""
+        sizes = {"target": quantization.parameter_bytes(self.target)}
+        if self.drafter is not None:
+            sizes["drafter"] = quantization.parameter_bytes(self.drafter, self.target)
+        return sizes
+
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Encodes a prompt: a string (one user turn, if the tokenizer has a chat template and `template`), messages
         (`[{"role": "user", "content": "text"}]`), or ids.
@@ -209,7 +217,8 @@ class FailFast:
         with count_compiles() as counts:
             session = self.session(encoded, config)
             self._explain(session, config)
-            needs = functools.partial(self._memory, session), functools.partial(self._layouts, session)
+            models = {"--quantize": self.target, "--quantize-drafter": self.drafter}
+            needs = functools.partial(self._memory, session), functools.partial(quantization.smaller_layouts, models)
             with explain_out_of_memory(f"{len(encoded)} x {session.capacity} tokens", *needs):
                 state, prefill_s = self._prefill(session, encoded, config)
                 compile_s, costs = self.runtime.programs.seconds - compiled_before, None
@@ -235,6 +244,7 @@ class FailFast:
             "compiles": counts.compiles,
             "cache_hits": counts.cache_hits,
             "host_syncs": len(slices) + 2,  # after prefill, after each slice, and for the rounds
+            "parameter_bytes": self.parameter_bytes,
             "costs": costs,
         }
         for row, (sequence, ids, log) in enumerate(zip(sequences, progress.ids, logs)):
@@ -333,20 +343,12 @@ class FailFast:
         kernel = model.execution.resolved(model.dtype, model.config.head_dim)
         plan = getattr(session, "plan", None)
         widths = "" if plan is None else f", verifies of {', '.join(map(str, plan.widths))} rows"
-        logger.info("%s: %s; attention %s; --method %s", self.target_name, self.arithmetic, kernel, config.method)
-        logger.info("capacity of %d x %d tokens%s", session.batch, session.capacity, widths)
+        choice = f"--method {config.method}, attention {kernel}"
+        logger.info("%s; capacity of %d x %d tokens%s", choice, session.batch, session.capacity, widths)
 
     def _memory(self, session: Session) -> dict[str, int]:
         trees = {self.target_name: self.target, self.drafter_name: self.drafter, "caches": session.shapes}
         return {name: bytes_on_a_device(tree) for name, tree in trees.items() if tree is not None}
-
-    def _layouts(self, session: Session) -> dict[str, int]:
-        """The sum of `_memory` under each flag by which a model takes less."""
-        needed, layouts = sum(self._memory(session).values()), {}
-        for flag, model in (("--quantize", self.target), ("--quantize-drafter", self.drafter)):
-            saved = {} if model is None else quantization.savings(model)
-            layouts |= {f"{flag} {scheme}": needed - number for scheme, number in saved.items()}
-        return layouts
 
     def _check_finite(self, prompts: list[list[int]], progress: Progress) -> None:
         for row, (prompt, ids, finish) in enumerate(zip(prompts, progress.ids, progress.finish)):

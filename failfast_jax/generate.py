@@ -146,7 +146,7 @@ def _fitted(args: argparse.Namespace, config: GenerationConfig, prompt: int, lon
 def _run(args: argparse.Namespace) -> None:
     prompt = _read_prompt(args)
     config = _config(args)
-    engine = load(args)
+    engine = load(args, needs_tokenizer=isinstance(prompt, str))
     ids = engine.encode(prompt)
     config = _fitted(args, config, len(ids), engine.max_seq_len)
     engine.time_rounds, engine.profile = args.trace is not None, args.profile

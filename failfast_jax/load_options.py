@@ -20,6 +20,7 @@ class LoadOptions(CommandOptions):
     Attributes:
       tokenizer, drafter_tokenizer: transformers tokenizers for models that are in memory already; None: the one in the
         model's folder.
+      needs_tokenizer: True to refuse a target without a tokenizer before its weights are read.
       programs: a store of compiled programs to share, `engine.runtime.programs`.
       widths: a `decoding.width_plan.Widths` to choose the widths of passes from; None: the platform's.
     """
@@ -47,6 +48,7 @@ class LoadOptions(CommandOptions):
     costs: str | None = option(None, "--method auto: file with the costs of rounds, as in --json's stats (measured)")
     tokenizer: Any = None
     drafter_tokenizer: Any = None
+    needs_tokenizer: bool = False
     programs: Any = None
     widths: Any = None
 

@@ -92,18 +92,17 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     return config
 
 
-def load(args: argparse.Namespace) -> FailFast:
+def load(args: argparse.Namespace, *, needs_tokenizer: bool = True) -> FailFast:
     """Loads the engine that flags describe, and notes what the user may not expect of it."""
-    options = LoadOptions.given(args)
+    options = LoadOptions.given(args).changed(needs_tokenizer=needs_tokenizer)
     if options.compile_cache is None:
         enable_compile_cache()
     engine = FailFast.load(args.target, args.drafter, options)
     if args.method in (None, DEFAULT_METHOD) and engine.drafter is None:
         progress.note("no --drafter: --method auto drafts from the text alone")
-    target, drafter = engine.target, engine.drafter
-    quantized = (("target", options.quantize, target, None), ("drafter", options.quantize_drafter, drafter, target))
-    for name, scheme, model, shared in quantized:
-        if scheme in quantization.SCHEMES:
-            size = quantization.parameter_bytes(model, shared)
-            progress.note(f"{name}: {quantization.arithmetic(model)}, {size / 1e6:.0f} MB of parameters")
+    for name, size in engine.parameter_bytes.items():
+        if {"target": options.quantize, "drafter": options.quantize_drafter}[name] in quantization.SCHEMES:
+            progress.note(
+                f"{name}: {quantization.arithmetic(getattr(engine, name))}, {size / 1e6:.0f} MB of parameters"
+            )
     return engine

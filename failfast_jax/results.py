@@ -114,6 +114,8 @@ class Stats:
     host_syncs: int
     adopted_passes: int | None = None
     """With `dllm --spiffy`: passes that draft states replaced; added to `target_passes`, the passes without it."""
+    parameter_bytes: dict[str, int] | None = None
+    """Of `target` and `drafter`, as they run: see `quantization.parameter_bytes`."""
     costs: dict[str, Any] | None = None
     """With `auto`: seconds of a round by verified rows (`verify`), of a drafter pass (`draft`), and their `source`."""
 

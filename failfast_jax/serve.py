@@ -94,8 +94,6 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
     from failfast_jax.serving.queue import Queue
 
     engine = load(args)
-    if engine.tokenizer is None:
-        raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
     progress.note("compiling: minutes at the first time, seconds later")
     rows = {"batch": options.batch, "rounds": options.rounds, "reuse": not options.no_prefix_reuse}
     rows |= {"capacity": options.context, "logprobs": options.logprobs}

@@ -398,5 +398,5 @@ def test_models_that_do_not_fit_are_explained(monkeypatch):
 def test_only_layouts_that_fit_are_named():
     layouts = {"--quantize int8": 10**18, "--quantize int4": 5 * 10**7}
     with pytest.raises(DeviceMemoryError, match=r"batch, choose --quantize int4 \(0.05 GB\), or spread"):
-        with explain_out_of_memory("loading", layouts=lambda: layouts):
+        with explain_out_of_memory("loading", layouts=lambda _: layouts):
             raise EXHAUSTED

@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, run_python
 
+from failfast_jax import chat, serve
+from failfast_jax.checkpoints.checkpoint import Checkpoint, load_model
 from failfast_jax.generate import main
+from failfast_jax.models import quantization
 
 TARGET = str(GOLDEN / "qwen2_target_160")
 DRAFTER = str(GOLDEN / "fast_dllm_v2_untied")
+MODELS = {"target": TARGET, "drafter": DRAFTER}
 PROMPT = "7,12,100,5"
 STATS = {
     *("rounds", "drafted", "accepted", "drafter_passes", "target_passes", "compiles", "cache_hits", "host_syncs"),
-    *("load_s", "compile_s", "prefill_s", "decode_s", "tokens_per_s"),
+    *("parameter_bytes", "load_s", "compile_s", "prefill_s", "decode_s", "tokens_per_s"),
 }
 
 
@@ -46,6 +50,8 @@ def test_the_json_and_the_trace_of_an_answer(vanilla, tmp_path):
     assert result["prompt_ids"] == [7, 12, 100, 5] and result["text"] is None
     assert result["finish_reason"] == "length" and set(result["stats"]) == STATS
     stats, rounds = result["stats"], result["rounds"]
+    sizes = {name: quantization.parameter_bytes(load_model(path)) for name, path in MODELS.items()}
+    assert stats["parameter_bytes"] == sizes and sizes["drafter"] > 100_000
     assert stats["rounds"] == len(rounds) == stats["target_passes"]
     assert stats["drafted"] == sum(len(r["drafted"]) for r in rounds)
     assert stats["accepted"] == sum(r["accepted"] for r in rounds)
@@ -84,7 +90,7 @@ BAD = {
     f"{T} {D} {IDS} --method fast-dllm --small-block-size 5": "--small-block-size 5: must divide the block size 32",
     "--method magic --token-ids 1": "--method magic: must be one of auto",
     f"{LOOKUP} --prompt ''": "--prompt: the prompt is empty",
-    f"{LOOKUP} --prompt ' '": "has no tokenizer",  # is text
+    f"{LOOKUP} --prompt ' '": "has no tokenizer; put the model's tokenizer.json there",  # is text
     f"{T} --token-ids a,b": "expected integers separated by commas",
     f"{LOOKUP} --token-ids 5,160": "token id 160 is outside the vocabulary of 160",
     f"{T} {IDS} --drafter {GOLDEN / 'fast_dllm_v2_tied'}": "qwen2_target_160 and drafter",
@@ -116,6 +122,14 @@ def test_bad_input(words, message, capsys):
     assert captured.out == ""
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0], captured.err
+
+
+@pytest.mark.parametrize("command", [main, chat.main, serve.main])
+def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(command, monkeypatch, capsys):
+    monkeypatch.setattr(Checkpoint, "load", lambda *args, **options: pytest.fail("weights are read"))
+    more = {main: ["--prompt", "x"], serve.main: ["--port", "0"]}.get(command, [])
+    assert command(["--target", TARGET, "--method", "lookup", *more]) == 2
+    assert f"error: --target {TARGET}: has no tokenizer; put " in capsys.readouterr().err
 
 
 def test_prompt_from_stdin(monkeypatch, capsys):

@@ -151,6 +151,14 @@ def test_rows_are_taken_and_ended():
     assert work.read(state).ids[1] == alone("wide", requests[1])[0]
 
 
+def test_plans_that_differ_in_their_prefill_share_the_loop():
+    """As with `--exact` and without: the loop is the largest program by far."""
+    work = session("wide", 1)
+    plan = dataclasses.replace(work.plan, prefill_widths=work.plan.prefill_widths[:1])
+    other = runtime().session(work.drafter, batch=1, capacity=CAPACITY, plan=plan)
+    assert other.plan != work.plan and other.compile_loop() is work.compile_loop()
+
+
 def test_requests_that_cannot_be_served():
     work, single = session("wide", 3), session("wide", 1)
     request = Request(prompt=(2, 3), max_new_tokens=8)

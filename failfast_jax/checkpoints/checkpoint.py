@@ -231,11 +231,10 @@ class Checkpoint:
             parts = plan.sources[name] if plan.has_blocks(name) and not widen else ()
             sizes[name] = sum(tensor.stored_bytes for _, tensor in parts) or math.prod(shape) * dtypes[name].itemsize
 
-        def layouts() -> dict[str, int]:
-            rounded = {
-                flag: [quantization.convert(*array, flag.split()[1]) for array in wanted.items()] for flag in advised
-            }
-            return {flag: bytes_on_a_device(arrays) for flag, arrays in rounded.items()}
+        def layouts(_: int) -> dict[str, int]:
+            models = {flag.split()[0]: wanted for flag in advised}
+            smaller = quantization.smaller_layouts(models, bytes_on_a_device(wanted))
+            return {flag: size for flag, size in smaller.items() if flag in advised}
 
         doing = f"{self.path}: {sum(sizes.values()) / 1e9:.2f} GB of parameters"
         with explain_out_of_memory(doing, layouts=layouts):

@@ -86,7 +86,7 @@ class GGUFFile:
         """
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise CheckpointError(f"{path}: not a GGUF file")
+                raise CheckpointError(f"{path}: not a GGUF file, whatever its name says: download it again")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 try:
                     metadata, entries, base = _parse(data, path)

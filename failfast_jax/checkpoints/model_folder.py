@@ -18,8 +18,8 @@ from failfast_jax.checkpoints.config_file import drafter_sign
 from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
 from failfast_jax.checkpoints.fast_dllm_folder import BORROWING_LAYOUT
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
-from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, class_of, load_tokenizer
+from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.kernels.kernel_table import SIMULATED_TPU, device_of, refusal, unserved
 from failfast_jax.load_options import LoadOptions
 from failfast_jax.models import quantization, sharding
@@ -119,10 +119,13 @@ class ModelFolder:
             raise ConfigError(f"{self.where}: decoding option {other[0]!r} is not one of {allowed}")
         return {name: value for name, value in options.items() if name in DECODING_OPTIONS}
 
-    def check_is_target(self) -> None:
-        """Raises ConfigError: a drafter that needs a target."""
+    def check_is_target(self, needs_tokenizer: bool = False) -> None:
+        """Raises ConfigError: a drafter that needs a target; CheckpointError: a tokenizer is needed and missing."""
         if self.borrows:
             raise ConfigError(f"{self.name}: a drafter, which cannot be a target; name it with --drafter, and a target")
+        if needs_tokenizer and self.path.is_dir() and class_of(self.path) is None:
+            advice = "put the model's tokenizer.json there, or give token ids to generate (--token-ids)"
+            raise CheckpointError(f"--target {self.name}: has no tokenizer; {advice}")
 
     def open_drafter(self, target: ModelConfig, target_name: str, rope_theta: float | None = None) -> Any:
         """Opens a drafter that borrows from its target; see `DrafterLayout.open`."""
@@ -222,7 +225,7 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
 
     model, tokenizer = target, options.tokenizer
     if source is not None:
-        source.check_is_target()
+        source.check_is_target(options.needs_tokenizer)
         if options.quantize is not None and source.checkpoint.has_blocks():
             progress.warn_once(f"--quantize {options.quantize}: {target_name} is quantised; its blocks stay as stored")
         model, tokenizer = source.load(dtype, mesh, quantize=options.quantize, attention=attention)
@@ -254,15 +257,13 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
 
 def _report(pair: Pair, source: ModelFolder | None, drafter_source: ModelFolder | None) -> None:
     """Logs the memory and the arithmetic of models that were read; warns where XLA multiplies their blocks on a CPU."""
-    if source is not None and logger.isEnabledFor(logging.INFO):
-        stored = source.checkpoint.stored_bytes()
-        logger.info("%s: %s", pair.target_name, quantization.summary(pair.target, stored))
-    if drafter_source is not None and logger.isEnabledFor(logging.INFO):
-        stored = drafter_source.fit(pair.target.config, pair.target_name).stored_bytes()
-        logger.info("%s: %s", pair.drafter_name, quantization.summary(pair.drafter, stored, pair.target))
-    for model, name in ((pair.target, pair.target_name), (pair.drafter, pair.drafter_name)):
+    rows = (source, pair.target, pair.target_name, None), (drafter_source, pair.drafter, pair.drafter_name, pair.target)
+    for folder, model, name, shared in rows:
+        if folder is not None and logger.isEnabledFor(logging.INFO):
+            stored = folder.fit(pair.target.config, pair.target_name).stored_bytes()
+            logger.info("%s: %s", name, quantization.summary(model, stored, shared))
         if reason := quantization.without_kernel(model):
-            progress.warn_once(f"{name}: {reason}: XLA multiplies its quantised matrices, in {model.dtype}")
+            progress.warn_once(f"{name}: {reason}: XLA multiplies its quantised matrices, slowly, in {model.dtype}")
 
 
 def is_path(model: Any) -> bool:
@@ -279,7 +280,11 @@ def _check_options(drafter: Any, options: LoadOptions) -> None:
     quantization.check(options.quantize_drafter, "--quantize-drafter", quantization.AS_STORED)
     if options.quantize_drafter is not None and drafter is None:
         raise OptionError(f"--quantize-drafter {options.quantize_drafter}: there is no drafter")
-    quantization.check_activations(options.activations, not _is_single(options))
+    quantization.check_activations(options.activations)
+    if options.activations == "int8" and not _is_single(options):
+        sizes = {"--tensor-parallel": options.tensor_parallel, "--data-parallel": options.data_parallel}
+        spread = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1) or "--distributed"
+        raise OptionError(f"--activations int8: for one device; leave it out, or {spread}")
     if options.attention is not None and (reason := refusal(options.attention, jax.devices()[0])):
         raise OptionError(f"--attention {options.attention}: {reason}")
 

@@ -115,7 +115,8 @@ def _schemes(settings: Mapping[str, Any], method: str) -> list[dict[str, Any]]:
 def _read_scheme(scheme: Mapping[str, Any], method: str, place: str) -> Packing:
     for key, allowed in SUPPORTED[method].items():
         if scheme.get(key) not in allowed:
-            raise _refusal(place, f"{method} with {key} {quoted(scheme.get(key))}")
+            read = " or ".join(quoted(value) for value in allowed if value not in (None, {})) or "none"
+            raise _refusal(place, f"{method} with {key} {quoted(scheme.get(key))}, only with {read}")
     size = -1 if scheme.get("strategy") == "channel" else values.number(scheme, "group_size", place, least=-1)
     if size != -1 and (size <= 0 or size % INPUTS):
         raise _refusal(place, f"{method} with group_size {size}, which is neither -1 nor a multiple of {INPUTS}")

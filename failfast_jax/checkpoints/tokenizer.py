@@ -57,7 +57,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str], file: Any = None) -> 
 
         arguments = fast_tokenizer_arguments(file or GGUFFile.open(path))
         return _loaded(lambda: GGUFTokenizer(_transformers, **arguments), path)
-    name = _class_of(path)
+    name = class_of(path)
     if name is None:
         return None
     options = {"local_files_only": True, "trust_remote_code": False}
@@ -66,7 +66,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str], file: Any = None) -> 
     return _loaded(lambda: getattr(_transformers(), name).from_pretrained(str(path), **options), path)
 
 
-def _class_of(folder: Path) -> str | None:
+def class_of(folder: Path) -> str | None:
     """The class of transformers that reads a folder's tokenizer, or SENTENCEPIECE; None: it has none."""
     there = {name for name in (*TOKENIZER_FILES, *OLDER_TOKENIZERS) if is_regular_file(folder / name)}
     for name in there:

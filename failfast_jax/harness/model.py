@@ -121,13 +121,11 @@ class FailFastLM(TemplateLM):
         known = {"target", "drafter", "batch", "context", "max_gen_toks", *LOADING, *REQUEST}
         for name in options.keys() - known - OF_HARNESS:
             raise OptionError(f"--model_args {name}=...: no such argument{did_you_mean(name, known)}")
-        loading = LoadOptions(**{name: options[name] for name in LOADING & options.keys()})
+        loading = LoadOptions(needs_tokenizer=True, **{name: options[name] for name in LOADING & options.keys()})
         refuse_diffusion(loading.method)
         request = {name: options[name] for name in REQUEST & options.keys()}
         self._config = resolve(GenerationConfig(loading.method, **request))
         self.engine = engine or FailFast.load(target, drafter, loading)
-        if self.engine.tokenizer is None:
-            raise OptionError(f"{self.engine.target_name}: has no tokenizer, and the harness speaks text")
         self.batch = int(batch)
         self.tokenizer, self.max_gen_toks = self.engine.tokenizer, max_gen_toks
         self.max_length = context or min(self.engine.max_seq_len, 2048)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks
-from failfast_jax.kernels.blocks import GROUP, INPUTS, BlockMatrix, StoredMatrix, TiledMatrix, TransposedMatrix
+from failfast_jax.kernels.blocks import GROUP, INPUTS, TILE, BlockMatrix, StoredMatrix, TiledMatrix, TransposedMatrix
 from failfast_jax.models.sharding import name_of, transposed_specs, whole
 from failfast_jax.util.hardware import array_bytes, bytes_on_a_device
 
@@ -38,13 +38,15 @@ def check(scheme: str | None, flag: str = "--quantize", *others: str) -> None:
         raise OptionError(f"{flag} {scheme}: must be one of {', '.join((*SCHEMES, *others))}")
 
 
-def check_activations(activations: str | None, is_spread: bool = False) -> None:
-    """Raises OptionError: this machine, or several devices of it (`is_spread`), cannot compute in an arithmetic."""
+def check_activations(activations: str | None) -> None:
+    """Raises OptionError: this machine cannot compute in an arithmetic."""
     if activations is None:
         return
+    from failfast_jax.kernels import cpu_blocks  # brings LLVM
+
     reason = None if jax.default_backend() == "cpu" else "for CPUs only"
     if reason is None and activations == "int8":
-        reason = _without_kernel(INPUTS, is_spread)
+        reason = cpu_blocks.refusal(INPUTS)
     if reason is not None:
         raise OptionError(f"--activations {activations}: {reason}: leave it out")
 
@@ -72,13 +74,20 @@ def laid_out(matrix: Any, scheme: str | None = None) -> Any:
     Blocks until the arrays are on their devices: two exchanges of devices at once can lock each other out.
 
     Args:
-      matrix: in blocks, or floats that are rounded; in arrays, or abstract ones, which are meant for accelerators.
+      matrix: in blocks, or floats that are rounded; in arrays, or abstract ones: for accelerators unless placed here.
       scheme: one of `SCHEMES` for floats, which stay where 4 bits do not divide their inputs into blocks.
     """
     if isinstance(matrix, TiledMatrix | TransposedMatrix):
         return matrix
     bits, part = SCHEMES.get(scheme), jax.tree.leaves(matrix)[0]
     is_abstract, is_cpu = isinstance(part, jax.ShapeDtypeStruct), jax.default_backend() == "cpu"
+    devices = set() if part.sharding is None else part.sharding.device_set
+    platforms = {device.platform for device in devices}
+    if is_abstract and bits and platforms == {"cpu"} and _reason(matrix) is None:
+        *leading, outputs, inputs = matrix.shape
+        last = blocks.tile(blocks.quantize(np.zeros((outputs % TILE or TILE, inputs), np.float32), bits))
+        tiles = (*leading, -(-outputs // TILE))
+        return last.with_arrays(lambda part: jax.ShapeDtypeStruct((*tiles, *part.shape[1:]), part.dtype))
     if is_cpu and not is_abstract and _reason(matrix) is None:
         host = jax.tree.map(np.asarray, matrix)
         stored = host if isinstance(host, StoredMatrix) else blocks.quantize(host, bits)
@@ -88,8 +97,7 @@ def laid_out(matrix: Any, scheme: str | None = None) -> Any:
     if not isinstance(matrix, StoredMatrix) and group % INPUTS and bits == 4:
         return matrix
     # Compiled for a CPU, JAX 0.10's programs refuse their own arrays of 4 bits.
-    devices = set() if part.sharding is None else part.sharding.device_set
-    in_words = local % GROUP == 0 and {device.platform for device in devices} == {"tpu"}
+    in_words = local % GROUP == 0 and platforms == {"tpu"}
     change = _transposing(bits, group, part.sharding, in_pairs=is_abstract or not is_cpu, in_words=in_words)
     if not is_abstract:
         return jax.block_until_ready(change(matrix))
@@ -208,14 +216,11 @@ def without_kernel(model: Any) -> str | None:
 
 def _reason(matrix: Any) -> str | None:
     """Why the CPU's kernel cannot multiply by a matrix, in blocks or not yet; None: it can."""
-    place = jax.tree.leaves(matrix)[0].sharding
-    return _without_kernel(matrix.shape[-1], len(place.device_set) > 1, matrix if _is_blocks(matrix) else None)
-
-
-def _without_kernel(inputs: int, is_spread: bool, matrix: BlockMatrix | None = None) -> str | None:
     from failfast_jax.kernels import cpu_blocks  # brings LLVM
 
-    return "matrices spread over devices" if is_spread else cpu_blocks.refusal(inputs, matrix)
+    if len(jax.tree.leaves(matrix)[0].sharding.device_set) > 1:
+        return "matrices spread over devices"
+    return cpu_blocks.refusal(matrix.shape[-1], matrix if _is_blocks(matrix) else None)
 
 
 def _is_blocks(node: Any) -> bool:
@@ -258,8 +263,16 @@ def summary(model: Any, stored_bytes: int, target: Any = None) -> str:
     return f"{stored_bytes / 1e6:.0f} MB as stored, {run / 1e6:.0f} MB as run; {arithmetic(model)}"
 
 
-def savings(model: Any) -> dict[str, int]:
-    """Bytes that each device saves under the schemes by which a model takes less, computed from its shapes."""
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model)
-    saved = {scheme: bytes_on_a_device(model) - bytes_on_a_device(abstract.quantized(scheme)) for scheme in SCHEMES}
-    return {scheme: number for scheme, number in saved.items() if number > 0}
+def smaller_layouts(models: Mapping[str, Any], needed: int) -> dict[str, int]:
+    """Bytes on each device, `needed` now, by the flags under which they are fewer: `--quantize int8`.
+
+    Args:
+      models: by the flag that rounds their matrices; or parameters by name; or None.
+    """
+    layouts = {}
+    for flag, model in models.items():
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model)
+        rounded = getattr(abstract, "quantized", functools.partial(quantized, abstract))
+        for scheme in SCHEMES:
+            layouts[f"{flag} {scheme}"] = needed + bytes_on_a_device(rounded(scheme)) - bytes_on_a_device(abstract)
+    return {flag: size for flag, size in layouts.items() if size < needed}

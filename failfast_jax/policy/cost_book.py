@@ -217,9 +217,10 @@ class CostBook:
             record = self._records[key] = self._read_or_measure(session)
             steps = record.costs.steps
             rows = ", ".join(f"{width}: {value:.2f}" for width, value in zip(widths, steps.verify))
-            origin = f"steps take {1e3 * float(record.costs.verify[0]):.1f} ms ({record.source})"
-            passes = f"a drafter pass {float(steps.draft):.2f}"
-            logger.info("--method auto: %s; in steps, verifies by rows %s, %s", origin, rows, passes)
+            again = "" if record.saved is None else f"; remove {self.path()} to measure again"
+            origin = f"steps take {1e3 * float(record.costs.verify[0]):.1f} ms ({record.source}{again})"
+            passes = f", a drafter pass {float(steps.draft):.2f}" if session.drafter.shape.has_model else ""
+            logger.info("--method auto: %s; in steps, verifies by rows %s%s", origin, rows, passes)
         record = self._records[key]
         return session.with_costs(record.costs), {**entry_of(record.costs, widths), "source": record.source}
 

@@ -303,12 +303,14 @@ class DraftSession(Session):
 
     def __init__(self, setup: SessionSetup, target: Decoder, drafter: Drafter, plan: Plan, logprobs: int | None = None):
         self.drafter, self.plan, self.kept = drafter.planned(plan.widths), plan, logprobs
+        # A prompt's widths are no part of the loop: with `--exact` and without, it is one program.
+        rounds_plan = dataclasses.replace(plan, prefill_widths=(), drafter_prefill_widths=())
         super().__init__(
             setup,
             (target, self.drafter),
             start=functools.partial(decoding.init_state, capacity=setup.capacity, plan=plan, logprobs=logprobs),
             prefill=decoding.prefill_chunk,
-            advance=functools.partial(decoding.generate, plan=plan),
+            advance=functools.partial(decoding.generate, plan=rounds_plan),
         )
 
     @functools.cached_property

@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from failfast_jax import __version__
-from failfast_jax.models.quantization import parameter_bytes
 from failfast_jax.serving.answer_stream import Service
 from failfast_jax.serving.openai_protocol import ChatRequest, CompletionRequest, RequestError, validation_error
 from failfast_jax.serving.queue import Queue
@@ -133,7 +132,7 @@ def _add_routes(app: fastapi.FastAPI, service: Service, guards: list[Any]) -> No
     v1 = fastapi.APIRouter(prefix="/v1", dependencies=guards, responses=ERRORS)
     queue = service.queue
     info = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "failfast-jax"}
-    info |= {"arithmetic": queue.engine.arithmetic, "parameter_bytes": parameter_bytes(queue.engine.target)}
+    info |= {"arithmetic": queue.engine.arithmetic, "parameter_bytes": queue.engine.parameter_bytes["target"]}
 
     @v1.get("/models")
     async def models() -> dict[str, Any]:

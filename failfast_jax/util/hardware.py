@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
     }
 
 
@@ -85,13 +85,15 @@ def array_bytes(array: Any) -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory(
-    doing: str, needs: Callable[[], Mapping[str, int]] = dict, layouts: Callable[[], Mapping[str, int]] = dict
+    doing: str,
+    needs: Callable[[], Mapping[str, int]] = dict,
+    layouts: Callable[[int], Mapping[str, int]] = lambda needed: {},
 ) -> Iterator[None]:
     """Inside, XLA's out-of-memory error is replaced by one that names the parts in memory and the remedies.
 
     Args:
       needs: returns bytes on one device, by part.
-      layouts: returns bytes of all parts on one device, by a flag that makes them fewer.
+      layouts: returns bytes of all parts on one device, by a flag that makes them fewer, given those of `needs`.
 
     Raises:
       DeviceMemoryError: XLA ran out of memory.
@@ -104,8 +106,10 @@ def explain_out_of_memory(
         device = jax.devices()[0]
         size = (device.memory_stats() or {}).get("bytes_limit")
         limit = size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        parts = ", ".join(f"{name} {number / 1e9:.2f} GB" for name, number in needs().items())
-        fitting = [f"{flag} ({number / 1e9:.2f} GB)" for flag, number in layouts().items() if number < limit]
+        needed = needs()
+        parts = ", ".join(f"{name} {number / 1e9:.2f} GB" for name, number in needed.items())
+        smaller = layouts(sum(needed.values())).items()
+        fitting = [f"{flag} ({number / 1e9:.2f} GB)" for flag, number in smaller if number < limit]
         choice = f"choose {' or '.join(fitting)}, " if fitting else ""
         raise DeviceMemoryError(
             f"{doing}: does not fit the memory of a {device.device_kind}{f', {size / 1e9:.1f} GB' if size else ''}"

@@ -179,7 +179,7 @@ def test_without_the_kernel_xla_multiplies_in_float32_and_a_line_says_so(monkeyp
     target = random_model(tiny_config(**SIZES, num_layers=1))
     engine = FailFast(target, quantize="int4", activations="float32")
     reason = cpu_kernels.NO_UNIT
-    assert warnings() == [f"the target model: {reason}: XLA multiplies its quantised matrices, in float32"]
+    assert warnings() == [f"the target model: {reason}: XLA multiplies its quantised matrices, slowly, in float32"]
     assert engine.arithmetic == "4-bit blocks, float32 activations"
     expected = np.asarray(widened(engine.target).logits([PROMPT]))
     assert difference(engine.target.logits([PROMPT]), expected) < 1e-5
@@ -215,8 +215,10 @@ def test_activations_are_served_or_refused():
     odd = random_model(tiny_config(hidden_size=40, head_dim=10))
     with pytest.raises(OptionError, match="int8: target: .*40 inputs: a multiple of 32; XLA multiplies in float32"):
         FailFast(odd, quantize="int8", activations="int8")
-    with pytest.raises(OptionError, match="--activations int8: matrices spread over devices: leave it out"):
-        FailFast("nowhere", quantize="int8", activations="int8", tensor_parallel=2)
+    spread = {"tensor_parallel": 2, "data_parallel": 64}
+    flags = "--tensor-parallel 2 and --data-parallel 64$"
+    with pytest.raises(OptionError, match=f"--activations int8: for one device; leave it out, or {flags}"):
+        FailFast("nowhere", quantize="int8", activations="int8", **spread)
 
 
 def test_int8_is_refused_on_other_devices(monkeypatch):
@@ -227,18 +229,31 @@ def test_int8_is_refused_on_other_devices(monkeypatch):
     quantization.check_activations(None)
 
 
-def test_savings_are_those_of_the_shapes():
+def small_model() -> transformer.Decoder:
     config = tiny_config(hidden_size=256, intermediate_size=128, num_layers=1, head_dim=32, qkv_bias=False)
-    model = random_model(dataclasses.replace(config, tie_embeddings=True))
+    return random_model(dataclasses.replace(config, tie_embeddings=True))
+
+
+def test_smaller_layouts_are_those_of_accelerators():
+    model = small_model()
     # Outputs and inputs: qkv, o, gate and up, down, embedding; beside them three norms of 256.
     matrices = [(256, 256), (256, 128), (256, 256), (256, 128), (40, 256)]
     floats = 4 * sum(outputs * inputs for outputs, inputs in matrices)
     int8 = sum(outputs * inputs + 4 * outputs for outputs, inputs in matrices)
     int4 = sum(outputs * inputs // 2 + 4 * outputs * inputs // 128 for outputs, inputs in matrices)
-    assert quantization.parameter_bytes(model) == floats + 3 * 4 * 256
-    assert quantization.savings(model) == {"int8": floats - int8, "int4": floats - int4}
-    assert quantization.savings(model.quantized("int4")) == {}
-    assert quantization.parameter_bytes(model, model) == 0
+    norms = 3 * 4 * 256
+    assert quantization.parameter_bytes(model) == floats + norms and quantization.parameter_bytes(model, model) == 0
+    elsewhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+    layouts = quantization.smaller_layouts({"--quantize": elsewhere, "--quantize-drafter": None}, floats + norms)
+    assert layouts == {"--quantize int8": int8 + norms, "--quantize int4": int4 + norms}
+
+
+def test_smaller_layouts_are_those_of_this_machine():
+    model = small_model()
+    quantized = {f"--quantize {scheme}": model.quantized(scheme) for scheme in ("int8", "int4")}
+    sizes = {flag: quantization.parameter_bytes(other) for flag, other in quantized.items()}
+    assert quantization.smaller_layouts({"--quantize": model}, quantization.parameter_bytes(model)) == sizes
+    assert quantization.smaller_layouts({"--quantize": quantized["--quantize int4"]}, 10**6) == {}
 
 
 # Models in blocks on a mesh, here of one device.

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,6 +102,16 @@ def test_costs_are_remembered_for_this_machine(cache, caplog):
     assert counted == [1, 2, 1, 2]
     assert [r.message for r in caplog.records] == [f"{path}: ignored: measured on another machine (processor)"]
     assert json.loads(path.read_text())["machine"] != file["machine"]
+
+
+def test_the_log_says_when_costs_were_measured_and_how_to_measure_again(cache, caplog):
+    alone = FailFast(extended_engine().target)
+    text = alone.runtime.session(alone.build_drafter(GenerationConfig("auto")), capacity=256, decodes=False)
+    with caplog.at_level(logging.INFO, logger="failfast_jax"):
+        for work, passes in ((session(), ", a drafter pass 0.50"), (text, "")):
+            CostBook().price(work)
+            when = rf"\(measured \d{{4}}-\d\d-\d\d \d\d:\d\d; remove {cache[0]} to measure again\)"
+            assert re.search(rf"{when}; in steps, verifies by rows [^a-z]*{passes}$", caplog.messages[-1])
 
 
 def test_costs_that_drift_are_measured_again(cache):

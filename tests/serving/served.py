@@ -60,7 +60,7 @@ class NoQueue(Queue):
     healthy, unfinished = True, 0
 
     def __init__(self):
-        self.engine = types.SimpleNamespace(tokenizer=BytePieces(), arithmetic="none", target=None)
+        self.engine = types.SimpleNamespace(tokenizer=BytePieces(), arithmetic="none", parameter_bytes={"target": 0})
 
     def close(self) -> None:
         pass

@@ -50,7 +50,7 @@ def test_a_quiet_server_prints_only_its_address():
 def test_signals_end_the_server(number, status, last, monkeypatch, capsys):
     listening = serve.listen("127.0.0.1", 0)
     monkeypatch.setattr(serve, "listen", lambda *_: listening)
-    monkeypatch.setattr(serve, "load", lambda args: types.SimpleNamespace(tokenizer="any"))
+    monkeypatch.setattr(serve, "load", lambda args: types.SimpleNamespace())
     monkeypatch.setattr(queue, "Queue", lambda *_, **__: NoQueue())
 
     def interrupt() -> int:

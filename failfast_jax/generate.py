@@ -58,16 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise OptionError(f"--token-ids {text!r}: expected integers separated by commas") from None
-
-
 def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     if args.token_ids is not None:
-        source, prompt = "--token-ids", _read_ids(args.token_ids)
+        source = "--token-ids"
+        try:
+            prompt = [int(part) for part in args.token_ids.split(",") if part.strip()]
+        except ValueError:
+            raise OptionError(f"--token-ids {args.token_ids!r}: expected integers separated by commas") from None
     elif args.prompt is not None:
         source, prompt = "--prompt", args.prompt
     elif args.prompt_file is not None:

@@ -57,7 +57,10 @@ class LoadOptions(CommandOptions):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
         if self.dtype is not None and not isinstance(self.dtype, str):
-            object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+            try:
+                object.__setattr__(self, "dtype", np.dtype(self.dtype).name)
+            except TypeError:
+                object.__setattr__(self, "dtype", str(self.dtype))  # which is refused
         super().__post_init__()
 
     def changed(self, **changes: Any) -> LoadOptions:
@@ -71,11 +74,3 @@ class LoadOptions(CommandOptions):
             advice = did_you_mean(name, names) or f"; these are: {', '.join(names)}"
             raise OptionError(f"{name}: no option of loading{advice}")
         return dataclasses.replace(self, **changes)
-
-
-def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype of numpy or JAX; the text of any other value, which is then refused."""
-    try:
-        return np.dtype(dtype).name
-    except TypeError:
-        return str(dtype)

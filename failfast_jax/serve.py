@@ -64,7 +64,11 @@ def _work(args: argparse.Namespace) -> None:
         command_line.import_optional(name, "the server", "serve")
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
     if not processes.is_primary():
-        _follow(args, config, options)
+        with _queue(args, config, options) as queue:
+            # Signals to all processes are left to the first one, which still finishes answers.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            queue.follow()
         return
     key = options.key()
     with listen(options.host, options.port) as listening:
@@ -98,15 +102,6 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
     rows = {"batch": options.batch, "rounds": options.rounds, "reuse": not options.no_prefix_reuse}
     rows |= {"capacity": options.context, "logprobs": options.logprobs}
     return Queue(engine, config, waiting=options.waiting, **rows)
-
-
-def _follow(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> None:
-    """Computes what the first process computes. Signals to all processes are left to that one, which still finishes
-    answers."""
-    with _queue(args, config, options) as queue:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        queue.follow()
 
 
 def main(argv: list[str] | None = None) -> int:

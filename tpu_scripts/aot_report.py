@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,7 +66,7 @@ from failfast_jax.public_data.model_shapes import (
 )
 from failfast_jax.util import command_line, hardware
 from failfast_jax.util.files import write_json
-from failfast_jax.util.tables import markdown
+from failfast_jax.util.records import markdown
 from tpu_scripts import hlo
 
 os.environ.setdefault("LIBTPU_INIT_ARGS", hardware.CHIPS["TPU7x"].init_args)
@@ -297,26 +298,8 @@ class Compiler:
         return max(copies, computes) + min(copies, computes) / -(-outputs // tpu_blocks.OUTPUTS), size
 
 
-SLICES = {
-    "qwen2.5-1.5b": (("v5e:1x1", 1), ("v6e:1x1", 1)),
-    "qwen2.5-7b": (("v5e:2x2", 4), ("v6e:2x2", 4), ("v5p:2x2x1", 4), ("tpu7x:2x2x1", 4)),
-    "qwen3-8b": (("v5e:1x1", 1), ("v6e:1x1", 1), ("v5e:2x2", 4), ("v6e:2x2", 4)),
-    "qwen2.5-14b": (("v5e:2x2", 4), ("v6e:2x2", 4), ("v5e:2x4", 8), ("v6e:2x4", 8)),
-    "qwen2.5-32b": (("v5e:2x4", 8), ("v6e:2x4", 8), ("v6e:2x2", 4), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8)),
-}
-CASES = (
-    *(
-        CompileCase(target, *place, drafter=drafter)
-        for target, places in SLICES.items()
-        for drafter in [name for name, (of, _) in READERS.items() if of == target] or [CompileCase.drafter]
-        for place in places
-    ),
-    CompileCase("qwen2.5-32b", "v5e:2x4", 8, batch=8),
-    CompileCase("qwen2.5-32b", "v6e:2x4", 8, batch=32),
-    CompileCase("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
-)
-"""Smallest targets first. 8B in bfloat16 is more than a v5e chip holds: that case shows by how much (`--quantize int8`
-fits)."""
+with Path(__file__).with_name("aot_cases.toml").open("rb") as _file:
+    CASES = [CompileCase(**case) for case in tomllib.load(_file)["cases"]]
 
 
 HEAD = (

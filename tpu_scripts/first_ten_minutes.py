@@ -49,11 +49,6 @@ ESTIMATES = ROOT / "docs" / "tpu_compile.json"
 """The timeline's milliseconds of passes, as `aot_report --out` wrote them."""
 
 
-def check_installation(quick: bool) -> dict[str, Any]:
-    """Runs the checks of `doctor`; a broken finding stops nothing here."""
-    return {"findings": [dataclasses.asdict(finding) for finding in doctor.findings()]}
-
-
 def check_kernels(quick: bool) -> dict[str, Any]:
     """Compares the attention kernel of each shape with plain jnp in float32 at the highest precision.
 
@@ -108,7 +103,7 @@ def beside_predictions(record: dict[str, Any], estimates: list[dict[str, Any]]) 
 
 
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
-    "installation": check_installation,
+    "installation": lambda quick: {"findings": [dataclasses.asdict(finding) for finding in doctor.findings()]},
     "kernels": check_kernels,
     "answer": check_answer,
     "replay": run_replay,

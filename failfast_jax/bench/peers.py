@@ -35,7 +35,7 @@ from failfast_jax.prompts import encode
 from failfast_jax.public_data.question_sets import PROMPTS, load_dataset
 from failfast_jax.util.command_line import handling, raise_terminated
 from failfast_jax.util.progress import progress_bar, waiting
-from failfast_jax.util.tables import markdown
+from failfast_jax.util.records import markdown
 
 WARM_UP = "Name three rivers of Europe, and a city on each."
 """The first question, which is not counted."""

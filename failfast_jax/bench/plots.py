@@ -123,19 +123,12 @@ def per_dataset(run: RunAnswers, draw: Callable[[Any, str], None], **labels: Any
     return figure
 
 
-def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Writes a figure as PNG and as SVG, each whole or not at all; returns their paths."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    for path in paths:
-        content = io.BytesIO()
-        figure.savefig(content, format=path.suffix[1:], dpi=120)
-        write_atomically(path, content.getvalue())
-        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
-    return paths
-
-
 def draw_each(figures: Mapping[str, Callable[[], Any]], folder: Path) -> list[Path]:
-    """Draws and writes figures, by name; a figure without data is left out, with a line on stderr."""
+    """Draws and writes figures, by name, as PNG and as SVG; a figure without data is left out, with a line on stderr.
+
+    Returns:
+      Paths of the files, each of which is written whole or not at all.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw in figures.items():
@@ -144,7 +137,12 @@ def draw_each(figures: Mapping[str, Callable[[], Any]], folder: Path) -> list[Pa
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
             continue
-        written += save_figure(figure, folder, name)
+        for kind in ("png", "svg"):
+            content = io.BytesIO()
+            figure.savefig(content, format=kind, dpi=120)
+            written.append(folder / f"{name}.{kind}")
+            write_atomically(written[-1], content.getvalue())
+            figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
     return written
 
 

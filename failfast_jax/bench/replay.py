@@ -50,7 +50,7 @@ from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, TARGETS
 from failfast_jax.util import hardware, processes
 from failfast_jax.util.files import sole_writer, user_path, write_atomically, write_json
 from failfast_jax.util.progress import progress_bar, waiting
-from failfast_jax.util.tables import markdown
+from failfast_jax.util.records import markdown
 
 NOTICE = (
     "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.util.files import read_json
-from failfast_jax.util.tables import markdown
+from failfast_jax.util.records import markdown
 
 Range = tuple[float, float]
 """Least and greatest."""

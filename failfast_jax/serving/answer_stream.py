@@ -16,9 +16,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from failfast_jax.errors import OptionError, PromptError, PromptTooLong
 from failfast_jax.serving.answer import Answer, Finished, Piece
-from failfast_jax.serving.logprobs import Spelling
 from failfast_jax.serving.metrics import Metrics
-from failfast_jax.serving.openai_protocol import SEEDS, ChatRequest, CompletionRequest, Reply, RequestError
+from failfast_jax.serving.openai_protocol import SEEDS, ChatRequest, CompletionRequest, Reply, RequestError, Spelling
 from failfast_jax.serving.queue import Queue, QueueClosed, QueueFull
 from failfast_jax.serving.serve_options import ServeOptions
 

@@ -259,8 +259,5 @@ def packed_batches(documents: Documents, config: TrainConfig) -> tuple[Any, floa
     """Returns endless shuffled batches of packed rows by step number, and the share of tokens in them."""
     rows = packed(documents, config)
     share = sum(map(len, documents.tokens)) / (len(rows) * config.seq_len)
-
-    def row(index: int) -> dict[str, np.ndarray]:
-        return packed_row(documents, rows[index], config)
-
-    return shuffled(row, len(rows), config.batch * config.accumulate, config.seed), share
+    batch = config.batch * config.accumulate
+    return shuffled(lambda index: packed_row(documents, rows[index], config), len(rows), batch, config.seed), share

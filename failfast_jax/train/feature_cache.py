@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.documents import Documents
-from failfast_jax.train.resume import begin
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime
 from failfast_jax.util.files import check_shared, naming, read_json, write_json
 from failfast_jax.util.progress import progress_bar
+from failfast_jax.util.records import begin
 
 BATCH = 8
 """Documents per pass of the target."""

@@ -36,11 +36,11 @@ from failfast_jax.public_data.question_sets import PROMPTS, humaneval_prompts, l
 from failfast_jax.template_rendering import has_template, render
 from failfast_jax.text_stream import special_tokens, text_of
 from failfast_jax.train.documents import Document, read_documents, write_documents
-from failfast_jax.train.resume import begin, check_same
 from failfast_jax.util import processes
 from failfast_jax.util.command_line import OutOfTime, deadline_after
 from failfast_jax.util.files import sole_writer, user_path
 from failfast_jax.util.progress import progress_bar
+from failfast_jax.util.records import begin, check_same
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"
 FEWEST_SAMPLED = 3

@@ -5,7 +5,7 @@ import pytest
 from paper_records import answer
 
 from failfast_jax.bench.answer_log import AnswerLog
-from failfast_jax.bench.paper import averages, claims
+from failfast_jax.bench.paper import averages, reproduction
 from failfast_jax.bench.paper.averages import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS, parse_latency
 
 RECORDS = [
@@ -32,7 +32,7 @@ def lines(text) -> list[list[str]]:
 
 def claimed(*runs) -> dict[str, list[str]]:
     """Claims by their text: ours, and the paper's."""
-    return {text: rest for text, *rest in lines(claims.claims_table(runs))}
+    return {text: rest for text, *rest in lines(reproduction.claims_table(runs))}
 
 
 def ratio(run, row, other):

@@ -15,7 +15,7 @@ from tiny_models import fond_eagle, random_model, tiny_config
 from failfast_jax import FailFast, GenerationConfig, Request
 from failfast_jax.decoding.width_plan import make_plan
 from failfast_jax.results import TokenLogprob
-from failfast_jax.serving.logprobs import MIN_LOGPROB, Spelling, of_chat, of_completion
+from failfast_jax.serving.openai_protocol import MIN_LOGPROB, Spelling, of_chat, of_completion
 from failfast_jax.serving.queue import Queue
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]

@@ -24,8 +24,8 @@ from failfast_jax.policy.expected_tokens import MODEL_CHANCES
 from failfast_jax.train import train_command
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.documents import load_documents
-from failfast_jax.train.resume import begin
 from failfast_jax.util import command_line
+from failfast_jax.util.records import begin
 
 TARGET, PUBLISHED = str(GOLDEN / "llama_tied"), str(GOLDEN / "field" / "dspark_qwen3_a")
 

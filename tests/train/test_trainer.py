@@ -17,7 +17,7 @@ from failfast_jax.train import trainer
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.diffusion_run import StandaloneObjective
 from failfast_jax.train.documents import Documents, batches
-from failfast_jax.train.evaluation import Evaluation
+from failfast_jax.train.train_command import Evaluation
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.train.trainer import Objective, Trainer
 

@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
-from failfast_jax.decoding.expansion import Chunk, ChunkedDrafter, ExpansionState
+from failfast_jax.decoding.expansion import Chunk, ExpansionState
 from failfast_jax.decoding.token_tree import best_nodes, deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window, when
+from failfast_jax.drafters.feature_block import NarrowDrafter
 from failfast_jax.kernels.attention_window import TreeMask
 from failfast_jax.models.eagle_network import BoundEagle
 from failfast_jax.models.kv_cache import KVCache
@@ -78,7 +79,7 @@ class EagleDrafter(Drafter):
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class EagleChain(ChunkedDrafter, EagleDrafter):
+class EagleChain(NarrowDrafter, EagleDrafter):
     """Drafts one token a pass: `spec_len` tokens, and on while its rule lets it and another chunk fits `max_spec_len`.
 
     Greedy at every temperature, unless `sampled`.
@@ -93,10 +94,6 @@ class EagleChain(ChunkedDrafter, EagleDrafter):
         layers = self.model.feature_layers
         return DraftShape(lengths[-1], lengths, lengths[-1] + 1, feature_layers=layers, has_model=True)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model.embed.shape[0]
-
     def draft(self, state, committed, prefix=None):
         return super().draft(state, committed.replace(running=committed.running & (committed.length > 1)), prefix)
 
@@ -105,14 +102,8 @@ class EagleChain(ChunkedDrafter, EagleDrafter):
         longer = jnp.any(expansion.growing & (expansion.draft.length > 0))
         state = when(longer, functools.partial(self._over_newest, committed, expansion), expansion.state)
         logits = self.model.network.logits_of(state.hidden)[:, None]
-        if self.sampled:  # distributions are over the target's ids
-            nowhere = jnp.full((*logits.shape[:2], self.vocab_size), -jnp.inf)
-            logits = nowhere.at[..., self.model.draft_ids].set(logits)
         positions = (committed.length + expansion.draft.length)[:, None]
-        tokens, confidence, q = self.propose(logits, positions, committed)
-        if not self.sampled:
-            tokens = self.model.draft_ids[tokens]
-        return Chunk(tokens, confidence, q, jnp.ones_like(expansion.draft.length)), state
+        return Chunk(*self.propose(logits, positions, committed), jnp.ones_like(expansion.draft.length)), state
 
     def _over_newest(self, committed: Committed, expansion: ExpansionState, state: EagleState) -> EagleState:
         """The pass over each draft's newest token. `commit` puts the hidden state of final pairs back."""

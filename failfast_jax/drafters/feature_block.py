@@ -42,8 +42,23 @@ class FeatureState:
     """Memory of the stopping rule."""
 
 
+class NarrowDrafter(ChunkedDrafter):
+    """Base of drafters whose models may draft some of the target's tokens alone: their `draft_ids`."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.embed.shape[0]
+
+    def propose(self, logits, positions, committed, with_confidence=True):
+        # Distributions are over the target's ids.
+        ids = None if self.sampled else self.model.draft_ids
+        logits = self.model.over_vocabulary(logits) if ids is None else logits
+        tokens, confidence, q = super().propose(logits, positions, committed, with_confidence)
+        return tokens if ids is None else ids[tokens], confidence, q
+
+
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class FeatureBlockDrafter(ChunkedDrafter):
+class FeatureBlockDrafter(NarrowDrafter):
     """Drafts with DFlash and DSpark models: `spec_len` tokens per pass, at most a block's, while its rule lets it.
 
     A pass (`draft_chunk`) runs the network over the draft so far and masks (`_hidden`), and chooses tokens from the
@@ -73,10 +88,6 @@ class FeatureBlockDrafter(ChunkedDrafter):
         )
 
     @property
-    def vocab_size(self) -> int:
-        return self.model.config.base.vocab_size
-
-    @property
     def block_rows(self) -> int:
         """Rows of the widest pass."""
         config = self.model.config
@@ -87,10 +98,9 @@ class FeatureBlockDrafter(ChunkedDrafter):
         return 1 if self.model.execution.platform == "cpu" else ROWS
 
     def init(self, batch, capacity):
-        network, dtype = self.model.network, self.model.dtype
-        size = (len(self.model.feature_layers), network.config.base.hidden_size)
+        dtype, size = self.model.dtype, (len(self.model.feature_layers), self.model.config.base.hidden_size)
         return FeatureState(
-            cache=network.init_cache(batch, capacity),
+            cache=self.model.init_cache(batch, capacity),
             features=jnp.zeros((batch, *size), dtype),
             pending=jnp.zeros((batch, PENDING if self.deferred else 0, *size), dtype),
             stored=jnp.zeros((batch,), jnp.int32),
@@ -204,7 +214,8 @@ class FeatureBlockDrafter(ChunkedDrafter):
         rows = gather_rows(hidden, jnp.minimum(indices + own_row, self.block_rows - 1))
         logits, positions = self.model.logits(rows), committed.length[:, None] + indices
         if network.markov is None:
-            tokens, confidence, q, before = *self._propose(logits, positions, committed), None
+            with_confidence = network.confidence is None
+            tokens, confidence, q, before = *self.propose(logits, positions, committed, with_confidence), None
         else:
             start = self._markov_state(hidden, known, drafted)
             tokens, confidence, q, before = self._choose_left_to_right(rows, logits, positions, start, committed)
@@ -226,7 +237,7 @@ class FeatureBlockDrafter(ChunkedDrafter):
           start: state of the head before the first row, and the token before it.
 
         Returns:
-          The results of `_propose`, and the head's embedding of the token before each row.
+          The results of `propose`, and the head's embedding of the token before each row.
         """
         network = self.model.network
 
@@ -235,24 +246,13 @@ class FeatureBlockDrafter(ChunkedDrafter):
             before = network.markov.embedded(token)
             state, code = network.markov_step(state, before, hidden)
             logits = (logits + network.markov_bias(code))[:, None]
-            chosen = self._propose(logits, positions[:, None], committed)
+            chosen = self.propose(logits, positions[:, None], committed, network.confidence is None)
             return (state, chosen[0][:, 0]), (chosen, before)
 
         by_row = tuple(jnp.moveaxis(x, 1, 0) for x in (hidden, logits, positions))
         with jax.named_scope("markov"):
             _, (chosen, before) = jax.lax.scan(choose_row, start, by_row)
         return *jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), chosen), jnp.moveaxis(before, 0, 1)
-
-    def _propose(
-        self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed
-    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Float[Array, "B N V"] | None]:
-        """Calls `ChunkedDrafter.propose`, in ids of the target; without confidences if a head computes them."""
-        ids = self.model.draft_ids
-        narrow = ids is not None and not self.sampled
-        # Distributions are over the target's ids.
-        logits = logits if narrow else self.model.over_vocabulary(logits)
-        tokens, confidence, q = self.propose(logits, positions, committed, self.model.network.confidence is None)
-        return ids[tokens] if narrow else tokens, confidence, q
 
     def _markov_state(
         self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"]

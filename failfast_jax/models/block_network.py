@@ -343,28 +343,13 @@ class DSparkModel(FeatureModel):
     shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed", "head"))
     """Names of those of the two that are the target's."""
     kind: ClassVar[Kind] = FEATURE_BLOCK
-
-    @property
-    def method(self) -> str:
-        """The method that drafts with it unless a request names another."""
-        return self.config.method
-
-    @property
-    def max_block_draft(self) -> int:
-        """Tokens that one block drafts."""
-        return self.config.max_block_draft
+    method = property(lambda model: model.config.method)
+    max_block_draft = property(lambda model: model.config.max_block_draft)
 
     def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
         """Float32 logits of hidden states over the tokens that it can draft, before the Markov head."""
         is_spread = self.head.shape[0] % self.execution.parts(TENSOR) == 0  # see `FeatureModel.spread`
         return head_logits(hidden, self.head, self.execution, TENSOR if is_spread else None)
-
-    def over_vocabulary(self, logits: Float[Array, "*R v"]) -> Float[Array, "*R V"]:
-        """Logits of the whole vocabulary; -inf for what it cannot draft."""
-        if self.draft_ids is None:
-            return logits
-        wide = jnp.full((*logits.shape[:-1], self.embed.shape[0]), -jnp.inf)
-        return wide.at[..., self.draft_ids].set(logits)
 
     def without_heads(self) -> DSparkModel:
         """Its backbone alone, without Markov and confidence heads."""

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.models import quantization
@@ -50,10 +51,6 @@ class FeatureNetwork(nnx.Module):
         """The dtype of the parameters and the cache."""
         return self.norm.weight[...].dtype
 
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of keys and values."""
-        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
-
 
 class FeatureModel:
     """Base of models that read the target's hidden states: a network, and the embedding and head that it is bound to.
@@ -63,30 +60,21 @@ class FeatureModel:
     """
 
     context: ClassVar[None] = None
-
-    @property
-    def config(self) -> Any:
-        """The network\'s."""
-        return self.network.config
-
-    @property
-    def execution(self) -> Execution:
-        """The network\'s."""
-        return self.network.execution
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The network\'s."""
-        return self.network.dtype
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Target layers (0-based; -1: the embedding) whose outputs it reads."""
-        return self.config.feature_layers
+    config = property(lambda model: model.network.config)
+    execution = property(lambda model: model.network.execution)
+    dtype = property(lambda model: model.network.dtype)
+    feature_layers = property(lambda model: model.config.feature_layers)
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of the network."""
-        return self.network.init_cache(batch, capacity)
+        """An empty cache of keys and values."""
+        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
+
+    def over_vocabulary(self, logits: Float[Array, "*R v"]) -> Float[Array, "*R V"]:
+        """Logits of the target's whole vocabulary; -inf for what it cannot draft."""
+        if self.draft_ids is None:
+            return logits
+        wide = jnp.full((*logits.shape[:-1], self.embed.shape[0]), -jnp.inf)
+        return wide.at[..., self.draft_ids].set(logits)
 
     def shares_tokens(self, target: ModelConfig) -> bool:
         """Returns true: it was trained for its target."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -215,13 +216,9 @@ def whole(value: Array) -> Array:
     if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
         return value
     if not value.is_fully_replicated:
-        gather = jax.jit(_same, out_shardings=NamedSharding(value.sharding.mesh, P()))
+        gather = jax.jit(jnp.copy, out_shardings=NamedSharding(value.sharding.mesh, P()))
         value = jax.block_until_ready(gather(value))
     return value.addressable_data(0)
-
-
-def _same(value: Array) -> Array:
-    return value
 
 
 def constrain_rows(tree: Any, execution: Execution) -> Any:
@@ -242,17 +239,14 @@ def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] 
     for flag, value in (("tensor", tensor), ("data", data)):
         if value < 1:
             raise OptionError(f"--{flag}-parallel {value}: must be at least 1")
+    problem = None
     if tensor * data > count:
-        platform = jax.default_backend()
-        raise OptionError(
-            f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {platform} devices; "
-            f"the product must be at most {count}"
-        )
-    if processes > 1 and tensor * data < count:
-        raise OptionError(
-            f"--tensor-parallel {tensor} (x {data} data-parallel): {processes} processes have {count} devices "
-            f"together, and all take part{'' if config is None else f'; {_advice(config(), count)}'}"
-        )
+        problem = f"there are {count} {jax.default_backend()} devices; the product must be at most {count}"
+    elif processes > 1 and tensor * data < count:
+        advice = "" if config is None else f"; {_advice(config(), count)}"
+        problem = f"{processes} processes have {count} devices together, and all take part{advice}"
+    if problem is not None:
+        raise OptionError(f"--tensor-parallel {tensor} (x {data} data-parallel): {problem}")
     return mesh_of(jax.devices()[: tensor * data], data)
 
 

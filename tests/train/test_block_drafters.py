@@ -16,6 +16,7 @@ from training_runs import LENGTH, differing_keys
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark, save_dspark
 from failfast_jax.errors import OptionError
+from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import Execution
 from failfast_jax.train import block_start
 from failfast_jax.train.block_loss import BlockObjective
@@ -61,7 +62,8 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
             anchor, prefix = int(anchors[b, 0]), int(known[b, 0])
             text = [int(t) for t in tokens[b, anchor : anchor + 4]]
             features = batch["features"][b : b + 1, :anchor, mine]
-            cache = model.store(features, model.init_cache(1, 128), jnp.asarray([0]))
+            empty = KVCache.zeros(model.config.base, 1, 128, model.dtype)
+            cache = model.store(features, empty, jnp.asarray([0]))
             here = jnp.asarray([anchor]), jnp.asarray([4]), jnp.int32(anchor + 4)
             visible = np.arange(4)[None] < prefix
             rows = model.inputs(target.embed[...], np.resize(text[:prefix], (1, 4)), visible, features[:, -1])

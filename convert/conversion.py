@@ -90,7 +90,10 @@ def convert(
     is_gguf = opened.path.is_file()
     stored = as_dtype(dtype or ("float32" if is_gguf else opened.stored_dtype()))
     side_files = [opened.path / file for file in SIDE_FILES if (opened.path / file).is_file()]
-    _check_space(out, opened.num_parameters() * stored.itemsize + sum(path.stat().st_size for path in side_files))
+    needed = SPARE_BYTES + opened.num_parameters() * stored.itemsize + sum(file.stat().st_size for file in side_files)
+    parent = _nearest_folder(out)
+    if (free := shutil.disk_usage(parent).free) < needed:
+        raise CheckpointError(f"{parent}: not enough disk space: {needed:,} bytes needed, {free:,} bytes available")
     tokenizer = load_tokenizer(opened.path) if is_gguf else None
     with new_folder(out) as folder:
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -131,12 +134,6 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def _nearest_folder(out: Path) -> Path:
     """The nearest existing path above `out`."""
     return next(path for path in out.absolute().parents if path.exists())
-
-
-def _check_space(out: Path, needed: int) -> None:
-    parent, needed = _nearest_folder(out), needed + SPARE_BYTES
-    if (free := shutil.disk_usage(parent).free) < needed:
-        raise CheckpointError(f"{parent}: not enough disk space: {needed:,} bytes needed, {free:,} bytes available")
 
 
 @contextlib.contextmanager

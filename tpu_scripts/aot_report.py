@@ -157,7 +157,7 @@ class Compiler:
         config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
         drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
         plan = decoding.make_plan(drafter, platform="tpu")
-        keep = placement.StatePlacement.of(self.target, self.drafter)
+        keep = placement.StatePlacement(self.target.execution, self.drafter.execution)
         sharding.check_batch(case.batch, self.mesh)
 
         def init(target, drafter):

@@ -118,7 +118,8 @@ def begin(target: Decoder, drafter: Drafter, caches: Caches, prompt: Prompts, ca
     state = state.replace(target=caches[0])
     if isinstance(drafter, Wide):
         state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(prompt.length)))
-    return StatePlacement.of(target, getattr(drafter, "model", None))(state)
+    model = getattr(drafter, "model", None)
+    return StatePlacement(target.execution, model and model.execution)(state)
 
 
 def force_acceptance(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab: int) -> Verified:

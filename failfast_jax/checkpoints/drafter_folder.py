@@ -66,15 +66,13 @@ class Settings:
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, rope_theta: float | None = None):
-        for key in (SHAPE, *NESTED):
-            if raw.get(key) is not None and not isinstance(raw[key], Mapping):
-                raise values.refusal(raw, key, where, "must be an object")
         names = raw.get("architectures")
         self.architecture = str(names[0]) if isinstance(names, list) and names else ""
         self.speculators = raw.get("speculators_model_type")
-        self.raw = {key: value for key, value in raw.items() if key != SHAPE} | dict(raw.get(SHAPE) or {})
+        layers = config_keys.entry(raw, SHAPE, where)
+        self.raw = {key: value for key, value in raw.items() if key != SHAPE} | dict(layers)
         self.where, self.rope_theta = where, rope_theta
-        self._homes = {"": self.raw} | {f"{home}.": self.raw.get(home) or {} for home in NESTED}
+        self._homes = {"": self.raw} | {f"{home}.": config_keys.entry(raw, home, where) for home in NESTED}
         self._read: set[str] = set()
         self.trained_for = [self.get(integer, key, default=None) for key in ("num_target_layers", "target_hidden_size")]
 

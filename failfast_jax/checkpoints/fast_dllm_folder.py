@@ -119,14 +119,7 @@ class BorrowingLayout:
         """True for the `config.json` of such a drafter."""
         return raw.get(BORROW) is True
 
-    def open(
-        self,
-        folder: Path,
-        raw: Mapping[str, Any],
-        target: ModelConfig,
-        target_name: str = "the target",
-        rope_theta: float | None = None,
-    ) -> OpenedDrafter:
+    def open(self, folder, raw, target, target_name="the target", rope_theta=None) -> OpenedDrafter:
         """Opens a drafter as `DrafterLayout.open` does; `rope_theta` has no effect: the target's counts."""
         where, of = folder / "config.json", raw.get("target")
         if not isinstance(of, dict):

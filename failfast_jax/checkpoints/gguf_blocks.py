@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
+from gguf.quants import Q4_K
 
 from failfast_jax.kernels.blocks import StoredMatrix
 
@@ -26,8 +27,10 @@ def read_blocks(stored: np.ndarray, quant: Quant) -> StoredMatrix:
     """Rows of a tensor, uint8 `[rows, blocks, bytes of a block]`, as they are stored."""
     fields = stored.view(LAYOUTS[quant])[..., 0]
     parts = {name: fields[name] for name in fields.dtype.names}
-    if "levels" in parts:
-        parts |= _k_scales(parts.pop("levels"), parts["outer_minimum"])
+    if "levels" in parts:  # 6 bits for each of eight scales and eight minima
+        levels = Q4_K.get_scale_min(parts.pop("levels").reshape(-1, 12))
+        scale, minimum = (level.view(np.int8).reshape(*stored.shape[:-1], 8) for level in levels)
+        parts |= {"scale": scale, "minimum": minimum, "outer_minimum": -parts["outer_minimum"]}
     if quant in FOUR_BITS:
         parts["codes"] = _k_pairs(parts["codes"]) if quant == Quant.Q4_K else parts["codes"]
     elif quant == Quant.Q6_K:
@@ -41,18 +44,6 @@ def read_blocks(stored: np.ndarray, quant: Quant) -> StoredMatrix:
 def _nibbles(codes: np.ndarray) -> np.ndarray:
     """`[..., 2, bytes]`: the lower halves of all bytes, then the upper ones."""
     return np.stack([codes & 15, codes >> 4], axis=-2)
-
-
-def _k_scales(levels: np.ndarray, outer_minimum: np.ndarray) -> dict[str, np.ndarray]:
-    """Both levels of Q4_K and Q5_K, whose 12 bytes hold eight scales and eight minima of 6 bits.
-
-    The first four of each are the lower 6 bits of bytes 0 to 3 and 4 to 7; of the others bytes 8 to 11 hold 4 bits
-    (scales below, minima above), and the upper 2 bits of the first eight bytes the rest.
-    """
-    a, b, c = (levels[..., row, :] for row in range(3))
-    scale = np.concatenate([a & 63, (c & 15) | (a >> 6) << 4], axis=-1)
-    minimum = np.concatenate([b & 63, (c >> 4) | (b >> 6) << 4], axis=-1)
-    return {"scale": scale.view(np.int8), "minimum": minimum.view(np.int8), "outer_minimum": -outer_minimum}
 
 
 def _k_pairs(codes: np.ndarray) -> np.ndarray:

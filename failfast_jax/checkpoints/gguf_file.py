@@ -115,17 +115,15 @@ class _Reader:
     """Values of a header, in order; a value that is too large is refused before it is read."""
 
     def __init__(self, data: mmap.mmap):
-        self._data, self.position = data, 0
-
-    def take(self, size: int) -> bytes:
-        start, self.position = self.position, self.position + size
-        if self.position > min(len(self._data), LONGEST_HEADER):
-            raise _Damaged
-        return self._data[start : self.position]
+        self._data, self.position = data, len(b"GGUF")
 
     def numbers(self, code: str, count: int = 1) -> list[Any]:
         """Numbers of one type, by their struct code."""
-        return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))
+        form, start = f"<{count}{code}", self.position
+        self.position += struct.calcsize(form)
+        if self.position > min(len(self._data), LONGEST_HEADER):
+            raise _Damaged
+        return list(struct.unpack_from(form, self._data, start))
 
     def number(self, code: str) -> Any:
         return self.numbers(code)[0]
@@ -167,7 +165,6 @@ class _Reader:
 def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
     """Metadata, name, shape, type and offset per tensor, and the position where the data starts."""
     reader = _Reader(data)
-    reader.take(len(b"GGUF"))
     version = reader.number("I")
     if version not in (2, 3):
         hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""

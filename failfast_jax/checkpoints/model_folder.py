@@ -61,9 +61,7 @@ class ModelFolder:
         self.layout = None if self.raw is None else self._find_layout(self.raw)
 
     def _find_layout(self, raw: dict[str, Any]) -> Any:
-        if not isinstance(names := raw.get("architectures") or [], list):
-            raise values.refusal(raw, "architectures", self.where, "must be a list")
-        raw = raw | {"architectures": [str(name) for name in names]}
+        raw = raw | {"architectures": values.entries(raw, "architectures", self.where, str, [])}
         layout = next((layout for layout in LAYOUTS if layout.claims(raw)), None)
         if layout is None and (sign := drafter_sign(raw)) is not None:
             read = ", ".join(name for layout in reversed(LAYOUTS) for name in layout.architectures)
@@ -294,15 +292,11 @@ def _name(model: Any, role: str) -> str:
 
 
 def _as_run(model: Any, drafter: Any, mesh: Mesh | None, options: LoadOptions, scheme: str | None) -> tuple[Any, Any]:
-    """Both models as they are run; `scheme` is the drafter's."""
-    models = {"target": _placed(model, mesh, options, options.quantize)}
-    if drafter is not None:
-        models["drafter"] = _placed(drafter, mesh, options, scheme, drafter=True)
+    """Both models on their devices, with their attention kernels, quantised if they are not yet (drafter: `scheme`)."""
+    models = {}
+    for role, each, quantize in (("target", model, options.quantize), ("drafter", drafter, scheme)):
+        if each is not None:
+            each = each.spread(mesh, kernel=options.attention, drafter=role == "drafter")
+            models[role] = each if quantize is None else each.quantized(quantize)
     models = quantization.with_activations(models, options.activations)
     return models["target"], models.get("drafter")
-
-
-def _placed(model: Any, mesh: Mesh | None, options: LoadOptions, quantize: str | None, drafter: bool = False) -> Any:
-    """A model on its devices, with its attention kernel, quantised if it is not yet."""
-    model = model.spread(mesh, kernel=options.attention, drafter=drafter)
-    return model if quantize is None else model.quantized(quantize)

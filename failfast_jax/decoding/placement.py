@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax.models.drafter_model import FeatureModel
 from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import Execution
-from failfast_jax.models.transformer import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +27,6 @@ class StatePlacement:
 
     target: Execution
     drafter: Execution | None = None
-
-    @classmethod
-    def of(cls, target: Decoder, drafter: Decoder | FeatureModel | None = None) -> StatePlacement:
-        """Returns the placement of states of these models."""
-        return cls(target.execution, None if drafter is None else drafter.execution)
 
     def shardings(self, state: Any) -> Any:
         """Returns a `NamedSharding` for each leaf."""

@@ -83,7 +83,8 @@ def _factors(raw: Mapping[str, Any], key: str, where: values.Where) -> tuple[flo
     return tuple(map(float, numbers))
 
 
-def _entry(raw: Mapping[str, Any], key: str, where: values.Where) -> Mapping[str, Any]:
+def entry(raw: Mapping[str, Any], key: str, where: values.Where) -> Mapping[str, Any]:
+    """The object `raw[key]`, empty if it is missing or null; ConfigError: the value is something else."""
     value = raw.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise values.refusal(raw, key, where, "must be an object")
@@ -120,7 +121,7 @@ KEYS: dict[str, Reader] = {
     "mask_token_id": partial(_size, least=0),
     "hidden_act": partial(only, allowed=("silu", "swish")),  # two names of one function
     "eos_token_id": token_ids,
-    **dict.fromkeys((DUAL_CHUNK, "rope_scaling", "rope_parameters"), _entry),
+    **dict.fromkeys((DUAL_CHUNK, "rope_scaling", "rope_parameters"), entry),
 }
 ROPE: dict[str, Reader] = {
     "rope_theta": partial(values.number, kind=float, least=1.1, most=values.LARGEST_FLOAT, default=None),
@@ -361,9 +362,7 @@ def check(raw: Mapping[str, Any], context: int, where: str) -> None:
     `context` is the maximum number of positions. ConfigError: the first such key, by name.
     """
     model_type = raw["model_type"]
-    names, allowed = raw.get("architectures") or [], FAMILIES[model_type].architectures
-    if not isinstance(names, list):
-        raise values.refusal(raw, "architectures", where, "must be a list")
+    names, allowed = values.entries(raw, "architectures", where, str, []), FAMILIES[model_type].architectures
     if other := [name for name in names if name not in allowed]:
         raise ConfigError(
             f"{where}: architecture {quoted(other[0])} with model_type {model_type!r}: other layers or another "

@@ -18,6 +18,7 @@ from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.stopping import DraftSoFar, StopRule
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.policy.expected_tokens import (
+    CREDIT,
     GAMBLE,
     LEAD,
     MODEL_CHANCES,
@@ -142,7 +143,7 @@ class Auto(Drafter):
             text=() if self.text is None else self.text.init(batch, capacity),
             model=() if self.model is None else self.model.init(batch, capacity).replace(memory=chances),
             chances=chances,
-            estimate=ThroughputEstimate.initial(batch),
+            estimate=ThroughputEstimate(jnp.float32(CREDIT / batch), tokens=jnp.float32(0), cost=jnp.float32(0)),
             text_draft=Draft.empty(batch, self.max_draft),
             model_draft=Draft.empty(batch, self.max_draft),
             cost=jnp.float32(0),
@@ -170,7 +171,9 @@ class Auto(Drafter):
         # 5. The draft is cut to the width, and the round's yield is noted.
         costs, estimate = self.costs.steps, state.estimate
         weight = self._weight(state.ahead, committed.running)
-        waits = self._row_waits(committed)
+        # A plain step gives a refilled row, which has emitted nothing, its first token soonest.
+        begins = committed.running & (committed.length == committed.prompt_length)
+        waits = jnp.any(self.rows_refilled & begins)
         text_draft, text_expected, text_state = self._offer(self.text, state.text, state.chances.text, committed)
         at_hand = (weight[:, None] * text_expected).sum(0)
         prefix, hoped = self._prefix(state, text_draft, committed)
@@ -285,10 +288,6 @@ class Auto(Drafter):
             return running.astype(jnp.float32)
         logits = jnp.where(running, -ahead / LEAD, jnp.finfo(jnp.float32).min)
         return running.sum() * jax.nn.softmax(logits)
-
-    def _row_waits(self, committed: Committed) -> Bool[Array, ""]:
-        """Returns True if a refilled row has emitted nothing: a plain step gives it a token soonest."""
-        return jnp.any(self.rows_refilled & committed.running & (committed.length == committed.prompt_length))
 
     def commit(self, state: AutoState, outcome: Outcome) -> AutoState:
         running = outcome.before.running

@@ -21,6 +21,8 @@ from failfast_jax.decoding.picking import agreeing_prefix
 EDGES = (-4.5, -3.2, -2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.35, 3.0, 3.44)
 """Log-odds at the borders between bins of confidence. A lookup's log-odds are the logarithm of its match length:
 matches of 1, 2, 3, 4, 5, 7, 11, 21 and 32 tokens begin a bin."""
+BOUNDS = 1 / (1 + np.exp(-np.asarray(EDGES, np.float32)))
+"""The confidences at these borders."""
 BINS = len(EDGES) + 1
 TEXT_CHANCES = (0.12, 0.12, 0.12, 0.17, 0.2, 0.22, 0.45, 0.5, 0.58, 0.7, 0.82, 0.95, 0.97, 0.99)
 """Prior chances of tokens looked up in the text, per bin: between those measured on code and on chat."""
@@ -33,7 +35,8 @@ MEMORY = 0.99
 STAKE = 0.01
 """Share of the time that a sequence may lose to drafts that fail."""
 CREDIT = 2.0
-"""Plain steps that a sequence may lose before it has gained any."""
+"""Plain steps that a batch may lose before it has gained any; more sequences show more drafts a round, and share them.
+"""
 HINDSIGHT = 0.1
 """Steps credited for a lookup that would have paid, was not affordable, and turned out to begin rightly."""
 GAMBLE = 0.35
@@ -150,7 +153,7 @@ def judged(drafts: Drafts) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " 
 def observed(drafts: Drafts) -> list[float]:
     """Returns prior chances per bin that fit recorded drafts."""
     confidence, right = judged(drafts)
-    bins = np.searchsorted(_bounds(), confidence.astype(np.float32), side="right")
+    bins = np.searchsorted(BOUNDS, confidence.astype(np.float32), side="right")
     tried, accepted = np.bincount(bins, minlength=BINS), np.bincount(bins[right], minlength=BINS)
     chances = (accepted + PRIOR_TRIALS * np.asarray(MODEL_CHANCES)) / (tried + PRIOR_TRIALS)
     return [round(float(chance), 4) for chance in chances]
@@ -165,16 +168,10 @@ def calibration_error(confidence: Sequence[float], right: Sequence[bool]) -> flo
     return float(distance / len(confidence)) if len(confidence) else None
 
 
-def _bounds() -> np.ndarray:
-    """Returns the confidences at the borders between bins."""
-    return 1 / (1 + np.exp(-np.asarray(EDGES, np.float32)))
-
-
 def _bins(confidence: Float[Array, "B M"]) -> Float[Array, "B M bins"]:
     """Returns the bin of each confidence, one-hot."""
-    bounds = _bounds()
-    above = confidence[..., None] >= jnp.asarray(np.append(-np.inf, bounds))
-    below = confidence[..., None] < jnp.asarray(np.append(bounds, np.inf))
+    above = confidence[..., None] >= jnp.asarray(np.append(-np.inf, BOUNDS))
+    below = confidence[..., None] < jnp.asarray(np.append(BOUNDS, np.inf))
     return (above & below).astype(jnp.float32)
 
 
@@ -205,12 +202,6 @@ class ThroughputEstimate:
     """Tokens that a sequence expected of recent rounds with the model's drafts; 0: the model was never asked."""
     cost: Float[Array, ""]
     """Steps of such a round."""
-
-    @classmethod
-    def initial(cls, batch: int = 1) -> ThroughputEstimate:
-        """Returns the estimate before the first round. The credit is shared: more sequences show more drafts a
-        round."""
-        return cls(jnp.float32(CREDIT / batch), jnp.float32(0), jnp.float32(0))
 
     def affords(
         self, cost: Float[Array, "*widths"], gain: Float[ArrayLike, "*widths"], share: Float[ArrayLike, ""] = 1.0

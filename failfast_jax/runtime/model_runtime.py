@@ -180,5 +180,5 @@ class Runtime:
         drafter = None  # on one device, whatever the drafter: programs without one are shared
         if self.mesh is not None:
             sharding.check_batch(batch, self.mesh)
-            drafter = self.drafter_model
-        return SessionSetup(self.programs, StatePlacement.of(self.target, drafter), batch, capacity)
+            drafter = self.drafter_model and self.drafter_model.execution
+        return SessionSetup(self.programs, StatePlacement(self.target.execution, drafter), batch, capacity)

@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from failfast_jax.decoding.decode_state import FINISHED_LENGTH, DecodeState, Logprobs, RoundLog
@@ -41,11 +39,6 @@ def take(state: Any, row: Int[Array, ""], *, copies: int = 1) -> Any:
 def end(state: Any, ended: Bool[Array, " B"]) -> Any:
     """Finishes some rows of a state that are still running."""
     return state.replace(finish=jnp.where(ended & state.running, FINISHED_LENGTH, state.finish))
-
-
-def everywhere(tree: Any, *, mesh: Mesh) -> Any:
-    """Replicates arrays on every device, and so in every process."""
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
 
 
 def graft(fresh: DecodeState, old: DecodeState) -> DecodeState:

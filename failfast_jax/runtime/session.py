@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from failfast_jax import decoding
 from failfast_jax.decoding import diffusion_decoding, draft_states
@@ -20,7 +21,7 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.width_plan import Plan, prefill_parts, prefill_schedule
 from failfast_jax.errors import PromptError
-from failfast_jax.models.sharding import DATA
+from failfast_jax.models.sharding import DATA, constrain
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.results import Round, RowLog, TokenLogprob
@@ -250,16 +251,12 @@ class Session:
     @property
     def groups(self) -> int:
         """Groups of devices that share the batch: rows of the smallest session, which prefills single requests."""
-        return 1 if self._mesh is None else self._mesh.shape[DATA]
-
-    @property
-    def _mesh(self) -> jax.sharding.Mesh | None:
-        return self.models[0].execution.mesh
+        return self.models[0].execution.parts(DATA)
 
     def _fetch(self, tree: Any) -> Any:
         """Copies arrays to this host; with several processes each one gets the whole batch."""
         if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
-            tree = self._run(functools.partial(row_programs.everywhere, mesh=self._mesh), tree)
+            tree = self._run(functools.partial(constrain, execution=self.models[0].execution, spec=P()), tree)
         return jax.device_get(tree)
 
     def _new_state(self, function: Callable, *args: Any, donate: int | None = None, **static: Any) -> State:

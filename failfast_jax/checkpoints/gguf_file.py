@@ -78,12 +78,8 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Parses the header.
-
-        Raises:
-          CheckpointError: not a GGUF file, truncated, split, big-endian, or quantised in a way that the
-            `gguf` package cannot dequantise.
-        """
+        """Parses the header; CheckpointError: not a GGUF file, truncated, split, big-endian, or quantised in a way that
+        the `gguf` package cannot dequantise."""
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise CheckpointError(f"{path}: not a GGUF file, whatever its name says: download it again")

@@ -30,12 +30,8 @@ PARTIAL = ".partial"
 
 
 def save_params(folder: Path, params: Mapping[str, jax.Array]) -> None:
-    """Writes the Orbax part of a folder: plain, uncompressed arrays.
-
-    Raises:
-      CheckpointError: it cannot be written, or not read again.
-      ConfigError: see `files.orbax_path`.
-    """
+    """Writes the Orbax part of a folder: plain, uncompressed arrays; CheckpointError: it cannot be written, or not read
+    again; ConfigError: see `files.orbax_path`."""
     import orbax.checkpoint as ocp
 
     path = folder / PARAMS

@@ -133,11 +133,8 @@ def _read_scheme(scheme: Mapping[str, Any], method: str, place: str) -> Packing:
 
 
 def packed_matrices(tensors: Mapping[str, StoredTensor], packing: Packing) -> dict[str, StoredTensor]:
-    """The tensors of a folder, with those of each packed matrix as one, `MODULE.weight`; no data are read.
-
-    Raises:
-      CheckpointError: the settings and the tensors contradict each other; names both.
-    """
+    """The tensors of a folder, with those of each packed matrix as one, `MODULE.weight`; no data are read;
+    CheckpointError: the settings and the tensors contradict each other; names both."""
     names, rest = {part: both[packing.method == COMPRESSED] for part, both in NAMES.items()}, dict(tensors)
     modules = [name.removesuffix(f".{names['codes']}") for name in tensors if name.endswith(f".{names['codes']}")]
     if not modules:

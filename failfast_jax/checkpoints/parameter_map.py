@@ -267,11 +267,8 @@ def _listed(names: Sequence[str]) -> str:
 def fill(
     tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: int | None, columns: slice | None = None
 ) -> None:
-    """Copies rows `start ..` of a stored tensor, or some columns of them, over `out`, piece by piece, casting.
-
-    Raises:
-      CheckpointError: NaN or infinity, stored or made by the cast.
-    """
+    """Copies rows `start ..` of a stored tensor, or some columns of them, over `out`, piece by piece, casting;
+    CheckpointError: NaN or infinity, stored or made by the cast."""
     direct = tensor.dtype == out.dtype and out.flags.c_contiguous and columns is None and interleaved_head is None
     # Whole heads of interleaved parts: with 100 columns 655 rows fit a piece, with heads of 64 rows 640 of them.
     unit = interleaved_head or 1

@@ -134,11 +134,8 @@ def read_array(
 
 
 def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, StoredTensor]:
-    """The tensors by the names that `save_pretrained` of the causal language model gives them.
-
-    Raises:
-      CheckpointError: two names of one tensor.
-    """
+    """The tensors by the names that `save_pretrained` of the causal language model gives them; CheckpointError: two
+    names of one tensor."""
     if not any(name.startswith("layers.") for name in tensors):
         return dict(tensors)
     # The inner model alone, or with its head.

@@ -62,11 +62,7 @@ def all_options() -> dict[str, type[MethodOptions]]:
 
 
 def check_method(method: str) -> type[MethodOptions]:
-    """Returns a method's options.
-
-    Raises:
-      OptionError: no such method.
-    """
+    """Returns a method's options; OptionError: no such method."""
     if method not in (known := all_options()):
         raise OptionError(f"--method {method}: must be one of {', '.join(known)}")
     return known[method]
@@ -116,11 +112,8 @@ def _refuse_option(method: str, name: str, value: Any) -> None:
 
 
 def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
-    """Checks options of `failfast` that a drafter's folder brings.
-
-    Raises:
-      ConfigError: an option that does not exist or cannot be served; `where` names the file.
-    """
+    """Checks options of `failfast` that a drafter's folder brings; ConfigError: an option that does not exist or cannot
+    be served; `where` names the file."""
     if not defaults:
         return
     try:

@@ -18,11 +18,7 @@ MOST_STATES = 64
 
 
 def small_block_of(requested: int | None, model: Decoder) -> int:
-    """Returns the positions that are unmasked together.
-
-    Raises:
-      OptionError: they do not divide the block.
-    """
+    """Returns the positions that are unmasked together; OptionError: they do not divide the block."""
     small, block = requested or 8, model.config.block_size
     require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
     return small
@@ -84,11 +80,8 @@ class DllmOptions(ScheduleOptions):
             require(self.spiffy is not None, f"--spiffy-graph {self.spiffy_graph}", "needs --spiffy")
 
     def read_graph(self, model_name: str) -> DraftGraph:
-        """The draft graph of a model's folder or file, or `--spiffy-graph`'s.
-
-        Raises:
-          OptionError, ConfigError: there is none, or it is damaged.
-        """
+        """The draft graph of a model's folder or file, or `--spiffy-graph`'s; OptionError, ConfigError: there is none,
+        or it is damaged."""
         return draft_graph.read(self.spiffy_graph or draft_graph.default_file(model_name), model_name, RANKS)
 
     def states_for(self, model: Decoder, model_name: str, small_block: int) -> np.ndarray | None:

@@ -44,11 +44,7 @@ class Corpus:
         """The texts, the latest one last, each followed by `SEPARATOR`."""
 
     def add(self, ids: Iterable[Any]) -> None:
-        """Appends a text.
-
-        Raises:
-          ValueError: something in it is not a token id.
-        """
+        """Appends a text; ValueError: something in it is not a token id."""
         ids = np.asarray(list(ids))
         if ids.ndim != 1 or (ids.size and (not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0)):
             raise ValueError(f"a text is a list of token ids, got {ids.tolist()!r:.80}")

@@ -61,11 +61,8 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
 
 
 def rms_norm(rows: Float[Array, "R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "R E"]:
-    """Divides rows by their root mean square and scales them by a weight; float32.
-
-    Raises:
-      ValueError: the kernel would read or write outside its arrays.
-    """
+    """Divides rows by their root mean square and scales them by a weight; float32; ValueError: the kernel would read or
+    write outside its arrays."""
     fit = rows.ndim == 2 and weight.dtype == jnp.float32 and weight.shape == rows.shape[-1:]
     if not (fit and serves_norm(width=1, dtype=rows.dtype)):
         shapes = f"{rows.dtype}{list(rows.shape)}, {weight.dtype}{list(weight.shape)}"

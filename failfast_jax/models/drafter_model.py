@@ -97,9 +97,6 @@ class FeatureModel:
         return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda node: isinstance(node, BlockMatrix))
 
     def quantized(self, scheme: str = "int8") -> FeatureModel:
-        """With all its matrices quantised, except those that are its target's.
-
-        Raises:
-          OptionError: see `quantization.check`.
-        """
+        """With all its matrices quantised, except those that are its target's; OptionError: see
+        `quantization.check`."""
         return quantization.quantized(self, scheme, keep=self.shared)

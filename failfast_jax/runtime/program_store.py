@@ -71,11 +71,8 @@ def _surroundings() -> str:
 
 
 def _parts(value: Any) -> Iterator[str]:
-    """The text of a part of a program's key.
-
-    Raises:
-      LookupError: a function or class that a name does not stand for, or an array, whose text may be shortened.
-    """
+    """The text of a part of a program's key; LookupError: a function or class that a name does not stand for, or an
+    array, whose text may be shortened."""
     if isinstance(value, jax.tree_util.PyTreeDef):
         yield str(value.num_leaves)
         yield from _parts((value.node_data(), value.children()))
@@ -103,11 +100,8 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _devices(program: Program) -> list[jax.Device]:
-    """The devices that a program runs on, in the order of its arguments' shardings.
-
-    Raises:
-      LookupError: the arguments lie on different devices.
-    """
+    """The devices that a program runs on, in the order of its arguments' shardings; LookupError: the arguments lie on
+    different devices."""
     # JAX moves arrays that no user has placed. The map lists the devices in the sharding's order.
     orders = {
         tuple(leaf.sharding.devices_indices_map(leaf.shape))

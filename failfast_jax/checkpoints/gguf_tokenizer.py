@@ -194,8 +194,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
         steps.insert(0, normalizers.Prepend(_SPACE))
         undo.append(decoders.Strip(" ", 1, 0))
     backend.normalizer, backend.decoder = normalizers.Sequence(steps), decoders.Sequence(undo)
-    frame = _frame(vocabulary, add_bos=True)
-    if frame is not None:
+    if (frame := _frame(vocabulary, add_bos=True)) is not None:
         backend.post_processor = frame
     return backend
 

@@ -41,11 +41,7 @@ class StatePlacement:
         """Returns a state of shapes with their places, if they are spread."""
         if self.target.mesh is None:
             return shapes
-        return jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            shapes,
-            self.shardings(shapes),
-        )
+        return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, self.shardings(shapes))
 
 
 def _state_shardings(tree: Any, execution: Execution) -> Any:

@@ -15,6 +15,7 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generation_config import GenerationConfig, Resolution
 from failfast_jax.options import MethodOptions, Site, shown
 from failfast_jax.policy.expected_tokens import BINS, MODEL_CHANCES
+from failfast_jax.util.values import is_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +131,10 @@ def check_chances(chances: Any, where: str) -> tuple[float, ...]:
     """
     if chances is None:
         return MODEL_CHANCES
-    numbers = [x for x in chances if type(x) in (int, float) and 0 <= x <= 1] if isinstance(chances, list) else []
-    if len(numbers) != BINS or numbers != chances:
+    if not isinstance(chances, list) or [is_number(x, float, 0, 1) for x in chances] != [True] * BINS:
         reason = f"must be {BINS} numbers between 0 and 1, got {chances!r}"
         raise ConfigError(f"{where}: config.json: key 'chances' {reason}")
-    return tuple(numbers)
+    return tuple(chances)
 
 
 def build_drafter(config: GenerationConfig, **site: Any) -> Drafter:

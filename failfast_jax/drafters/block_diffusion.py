@@ -46,20 +46,10 @@ class BlockDrafter(Drafter):
     """Ids at or above it are never drafted (the target lacks them)."""
     spec_len: int = flax.struct.field(pytree_node=False, default=10)
 
-    @property
-    def block(self) -> int:
-        """Tokens of a block of the model."""
-        return self.model.config.block_size
-
-    @property
-    def mask_token(self) -> int:
-        """The id that stands for a position to be filled."""
-        return self.model.config.mask_token_id
-
-    @property
-    def shift(self) -> int:
-        """Distance from a position back to the row that predicts it: 1 or 0, see `ModelConfig.token_shift`."""
-        return int(self.model.config.token_shift)
+    block = property(lambda drafter: drafter.model.config.block_size)
+    mask_token = property(lambda drafter: drafter.model.config.mask_token_id)
+    shift = property(lambda drafter: int(drafter.model.config.token_shift))
+    """Distance from a position back to the row that predicts it: 1 or 0, see `ModelConfig.token_shift`."""
 
     def shaped(self, *lengths: int, **more: Any) -> DraftShape:
         """The shape of drafts of these lengths, the longest one last."""

@@ -258,10 +258,8 @@ def mesh_of(devices: Sequence[Any], data: int = 1) -> Mesh:
 
 def kv_copies(config: ModelConfig, tensor: int) -> int | None:
     """Copies of each KV head so that every device has one; None where the counts do not fit."""
-    if config.num_kv_heads % tensor == 0:
-        return 1
-    copies, rest = divmod(tensor, config.num_kv_heads)
-    return copies if rest == 0 else None
+    heads = config.num_kv_heads
+    return 1 if heads % tensor == 0 else tensor // heads if tensor % heads == 0 else None
 
 
 def _advice(config: ModelConfig, count: int) -> str:

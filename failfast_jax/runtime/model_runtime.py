@@ -42,13 +42,11 @@ SMALLEST_CAPACITY = 256
 
 
 class Runtime:
-    """A target, a drafter model and devices, with all programs compiled for them.
+    """A target and a drafter model, on one device or spread over several, with all programs compiled for them.
 
     Args:
       target: an autoregressive model; for `diffusion_session` a block-diffusion model.
       drafter_model: the model that this runtime's drafters draft with, if any.
-      mesh: devices to spread both over (see `models.sharding.make_mesh`). None: the models stay where they are, on
-        one device or spread already.
       max_seq_len: maximum tokens of prompt and output together; None: the models' context.
       programs: a store of compiled programs to share with another runtime.
       costs: a file with the costs of rounds; None: they are measured when first needed.
@@ -60,23 +58,19 @@ class Runtime:
       costs: measured costs of rounds, for drafters that decide by them.
 
     Raises:
-      OptionError: `max_seq_len` exceeds the models' context, or the target cannot be spread over the mesh.
+      OptionError: `max_seq_len` exceeds the models' context.
     """
 
     def __init__(
         self,
         target: Decoder,
         drafter_model: Any = None,
-        mesh: Mesh | None = None,
         max_seq_len: int | None = None,
         *,
         programs: Executables | None = None,
         costs: str | os.PathLike | None = None,
         widths: Widths | None = None,
     ):
-        if mesh is not None:
-            target = target.spread(mesh, drafter=False)
-            drafter_model = drafter_model and drafter_model.spread(mesh)
         self.target, self.drafter_model = target, drafter_model
         self.platform = target.execution.platform
         context = target.config.max_position_embeddings

@@ -98,12 +98,15 @@ class SessionProgram:
 
 
 class Session:
-    """Compiled programs for a batch of rows.
+    """Compiled programs for a batch of rows: base of both kinds of sessions.
+
+    Subclasses have `_inputs(requests)`, the checked inputs of `start`; `chunks`; `rounds`; and `_view(state)`: token
+    ids, start and end of each row's output in them, and why it ended.
 
     Args:
       setup: rows, and what compiles and places them.
       models: first arguments of every program: the target and the drafter, or the model that writes.
-      start: `(*models, *inputs) -> state`, with empty caches; see `_inputs`.
+      start: `(*models, *inputs) -> state`, with empty caches.
       prefill: `(*models, state, start, **chunk) -> state`; see `Chunks`.
       advance: `(*models, state, *settings, most, until_any) -> state`, with these `settings`.
 
@@ -133,22 +136,6 @@ class Session:
         [self._starting] = setup.executables.start(Program(self._placed(start, "the start"), (*models, *inputs)))
         self.shapes = self.placement.placed(self._starting.shapes)
         self._loop: Compilation | None = None
-
-    def _inputs(self, requests: Sequence[Request]) -> tuple[Any, ...]:
-        """Arguments of `start` after the models, checked."""
-        raise NotImplementedError
-
-    def chunks(self, prompt_tokens: int, begin: int = 0) -> Chunks:
-        """Returns the chunks of a prompt's prefill from position `begin` on."""
-        raise NotImplementedError
-
-    def _view(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Token ids, start and end of each row's output in them, and why it ended."""
-        raise NotImplementedError
-
-    def rounds(self, state: State) -> list[RowLog]:
-        """Each row's rounds so far. One host wait."""
-        raise NotImplementedError
 
     def start(self, requests: Sequence[Request]) -> State:
         """Returns a state with the prompts committed and empty caches, for `prefill` or for timing.
@@ -329,13 +316,15 @@ class DraftSession(Session):
     def _inputs(self, requests):
         return self._prompts(requests), np.asarray([request.max_new_tokens for request in requests], np.int32)
 
-    def chunks(self, prompt_tokens, begin=0):
+    def chunks(self, prompt_tokens: int, begin: int = 0) -> Chunks:
+        """Returns the chunks of a prompt's prefill from position `begin` on."""
         return prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)
 
     def _view(self, state):
         return state.tokens, state.prompt_length, state.length, state.finish
 
-    def rounds(self, state):
+    def rounds(self, state: DecodeState) -> list[RowLog]:
+        """Each row's rounds so far. One host wait."""
         return self._rounds((state.log, *self._view(state)))
 
     def rounds_of(self, state: DecodeState, row: int) -> RowLog:

@@ -32,11 +32,7 @@ SPARE_BYTES = 32 * 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit status.
-
-    Args:
-      argv: its arguments; None: those of the process.
-    """
+    """Runs the command line, whose arguments are `argv` or the process's; returns its exit status."""
     kinds = ", ".join(FAMILIES)
     parser = command_line.Parser(
         prog="python -m convert",

@@ -243,15 +243,10 @@ class DecodeState:
     logprobs: Logprobs | None = None
     """Those of emitted tokens, each at its place in `tokens`; None if they are not kept."""
 
-    @property
-    def running(self) -> Bool[Array, " B"]:
-        """Sequences that are not finished."""
-        return self.finish == RUNNING
-
-    @property
-    def steps(self) -> Int[Array, ""]:
-        """Rounds of the batch so far."""
-        return self.log.round
+    running = property(lambda state: state.finish == RUNNING)
+    """`[B]`: sequences that are not finished."""
+    steps = property(lambda state: state.log.round)
+    """Rounds of the batch so far."""
 
     @property
     def committed(self) -> Committed:

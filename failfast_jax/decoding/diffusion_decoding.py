@@ -97,10 +97,8 @@ class DiffusionState:
     guesses: Guesses | None = None
     """Candidates for the next pass's draft states; None without them."""
 
-    @property
-    def running(self) -> Bool[Array, " B"]:
-        """Sequences that are not finished."""
-        return self.finish == RUNNING
+    running = property(lambda state: state.finish == RUNNING)
+    """`[B]`: sequences that are not finished."""
 
 
 def init_state(

@@ -186,11 +186,8 @@ def sample_draft(
     sampling: Sampling,
     execution: Execution = ONE_DEVICE,
 ) -> tuple[Int[Array, "B W"], Float[Array, "B W V"]]:
-    """Draft tokens for `pick_or_reject`: samples of the drafter's tempered, filtered distribution (argmax at 0).
-
-    Returns:
-      The tokens, and the distribution that each was drawn from (anything at temperature 0).
-    """
+    """Draft tokens for `pick_or_reject`, and the distribution that each was drawn from: the drafter's, tempered and
+    filtered. At temperature 0 the tokens are argmaxes, and the distributions anything."""
 
     def sampled(sampling, logits, positions):
         filtered = filtered_logits(logits, sampling)

@@ -46,11 +46,7 @@ class StopRule:
         return ()
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
-        """Returns true where the draft ends with its newest chunk. (It also ends where no further chunk fits.)
-
-        Raises:
-          NotImplementedError: a rule must define it.
-        """
+        """Returns true where the draft ends with its newest chunk. (It also ends where no further chunk fits.)"""
         raise NotImplementedError
 
     def learn(self, memory: Any, outcome: Outcome) -> Any:

@@ -41,11 +41,8 @@ def matches(tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Int[Array, "
 
 
 def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Finds the longest earlier occurrence of the last tokens, the latest on ties.
-
-    Returns:
-      Its length (0: none) and the position after it.
-    """
+    """Returns the length of the longest earlier occurrence of the last tokens (0: none), the latest on ties, and the
+    position after it."""
     matched = matches(committed.tokens, committed.length)
     best, columns = matched.max(1), jnp.arange(matched.shape[1])
     latest = jnp.max(jnp.where(matched == best[:, None], columns, 0), 1)

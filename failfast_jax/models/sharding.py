@@ -239,14 +239,17 @@ def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] 
     for flag, value in (("tensor", tensor), ("data", data)):
         if value < 1:
             raise OptionError(f"--{flag}-parallel {value}: must be at least 1")
-    problem = None
     if tensor * data > count:
-        problem = f"there are {count} {jax.default_backend()} devices; the product must be at most {count}"
-    elif processes > 1 and tensor * data < count:
-        advice = "" if config is None else f"; {_advice(config(), count)}"
-        problem = f"{processes} processes have {count} devices together, and all take part{advice}"
-    if problem is not None:
-        raise OptionError(f"--tensor-parallel {tensor} (x {data} data-parallel): {problem}")
+        platform = jax.default_backend()
+        raise OptionError(
+            f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {platform} devices; "
+            f"the product must be at most {count}"
+        )
+    if processes > 1 and tensor * data < count:
+        raise OptionError(
+            f"--tensor-parallel {tensor} (x {data} data-parallel): {processes} processes have {count} devices "
+            f"together, and all take part{'' if config is None else f'; {_advice(config(), count)}'}"
+        )
     return mesh_of(jax.devices()[: tensor * data], data)
 
 

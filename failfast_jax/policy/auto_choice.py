@@ -9,6 +9,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -113,7 +114,7 @@ class Auto(Drafter):
     @classmethod
     def of(cls, text: Drafter | None, model: Drafter | None, prior: tuple[float, ...] = MODEL_CHANCES) -> Auto:
         """Returns a drafter for a machine on which all widths cost the same, until `with_costs` names others."""
-        return cls(text=text, model=model, costs=Costs.flat(1), prior=prior).planned((1,))
+        return cls(text=text, model=model, costs=Costs.of([1.0], 0.0), prior=prior).planned((1,))
 
     # Requirements of the sources.
 
@@ -125,7 +126,7 @@ class Auto(Drafter):
         return dataclasses.replace(model_shape, longest=longest, lengths=lengths, max_prefix=0, uses_costs=True)
 
     def planned(self, widths):
-        return self.replace(widths=widths).with_costs(Costs.flat(len(widths)))
+        return self.replace(widths=widths).with_costs(Costs.of(np.ones(len(widths)), 0.0))
 
     def refilled(self):
         return self.replace(rows_refilled=True)

@@ -71,11 +71,6 @@ class Costs:
         return self.replace(verify=verify / verify[0], draft=self.draft / verify[0])
 
     @classmethod
-    def flat(cls, widths: int) -> Costs:
-        """Returns the costs of a machine on which all widths cost the same and drafts nothing."""
-        return cls.of(np.ones(widths), 0.0)
-
-    @classmethod
     def of(cls, verify: ArrayLike | Sequence[float], draft: ArrayLike, rows: int = 0, ask: int = 0) -> Costs:
         """Returns costs in the types that the programs are compiled for."""
         return cls(np.asarray(verify, np.float32), np.float32(draft), np.int32(rows), np.int32(ask))

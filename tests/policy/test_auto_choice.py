@@ -299,7 +299,7 @@ def test_a_draft_of_both_changes_no_token():
     model = engine()
     drafter = model.build_drafter(GenerationConfig("auto"))
     session = model.runtime.session(drafter, batch=3, capacity=256)  # with the programs of the next test
-    session = session.with_costs(Costs.flat(len(session.plan.widths)))
+    session = session.with_costs(Costs.of(np.ones(len(session.plan.widths)), 0.0))
     state, begun = session.prefill([Request(prompt, 60) for prompt in PROMPTS]), False
     while RUNNING in (progress := session.read(state)).finish:
         state = session.advance(state, 1)
@@ -437,7 +437,7 @@ def test_the_policy_drafts_what_pays():
     assert [float(n) for n in by_policy(Costs.of([1, 50, 60, 70], 40.0), 46)] == [36, 36]
     flat = Costs.of([1, 1, 1, 1], 0.1)
     assert by_policy(flat, 46, prior=(1e-6,) * BINS)[0] >= by_policy(flat, 46)[0]
-    steps, rounds = by_policy(Costs.flat(4), 46)
+    steps, rounds = by_policy(Costs.of(np.ones(4), 0.0), 46)
     assert float(steps) == int(rounds) < 8
 
 

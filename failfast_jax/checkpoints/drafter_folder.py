@@ -72,7 +72,7 @@ class Settings:
         layers = config_keys.entry(raw, SHAPE, where)
         self.raw = {key: value for key, value in raw.items() if key != SHAPE} | dict(layers)
         self.where, self.rope_theta = where, rope_theta
-        self._homes = {"": self.raw} | {f"{home}.": config_keys.entry(raw, home, where) for home in NESTED}
+        self._homes = {"": self.raw} | {f"{home}.": config_keys.entry(self.raw, home, where) for home in NESTED}
         self._read: set[str] = set()
         self.trained_for = [self.get(integer, key, default=None) for key in ("num_target_layers", "target_hidden_size")]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +135,16 @@ class BorrowingLayout:
         tensors, parts = folder_tensors(folder), ("embed", "head")
         opened = Checkpoint(folder, config, raw, BORROWING_TABLE, tensors, extra_shapes=mask, borrowed_parts=parts)
         opened.check()
-        return OpenedDrafter(opened, partial(_load_borrowing, opened))
+
+        def load(target: Decoder) -> Decoder:
+            values = opened.read(opened.kept_dtypes(np.dtype(target.dtype)))
+            mask = values.pop("mask")
+            return with_borrowed(opened.abstract_module(target.dtype).filled(values), target, mask)
+
+        return OpenedDrafter(opened, load)
 
 
 BORROWING_LAYOUT = BorrowingLayout()
-
-
-def _load_borrowing(checkpoint: Checkpoint, target: Decoder) -> Decoder:
-    values = checkpoint.read(checkpoint.kept_dtypes(np.dtype(target.dtype)))
-    mask = values.pop("mask")
-    return with_borrowed(checkpoint.abstract_module(target.dtype).filled(values), target, mask)
 
 
 def _config_dict(config: ModelConfig, storage: str) -> dict[str, Any]:

@@ -241,7 +241,8 @@ def match_tensors(
         "unexpected tensors": [f"{name} in {tensors[name].file}" for name in unexpected],
         "tensors whose shape contradicts the configuration": misshaped,
     }
-    problems = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    rest = {kind: f" and {len(names) - 5} more" if names[5:] else "" for kind, names in kinds.items()}
+    problems = [f"{kind}: {', '.join(names[:5])}{rest[kind]}" for kind, names in kinds.items() if names]
     if missing and unexpected:
         problems.append(f"is its model_type really '{config.model_type}'?")
     if problems:
@@ -257,11 +258,6 @@ def stored_tensors(table: TensorTable, params: Mapping[str, Any], config: ModelC
         for name, parameter, part in table.entries(config.num_layers)
         if parameter in params
     }
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Joins five names, and the number of the others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
 
 
 def fill(

@@ -181,7 +181,13 @@ class EagleTree(EagleDrafter):
 
     def draft(self, state, committed):
         drafting = committed.running & (committed.length > 1)
-        grow = functools.partial(self._grown, state.hidden, committed.length - 1)
+
+        def grow(growing: _Growing) -> _Growing:
+            score, ids = self._best(state.hidden)
+            children = _Candidates(ids, jnp.full_like(ids, -1), score, jnp.exp(score))
+            growing = growing.replace(candidates=growing.candidates.put(0, children))
+            return jax.lax.fori_loop(0, self.depth, functools.partial(self._pass, committed.length - 1), growing)
+
         grown = when(drafting.any(), grow, self._nothing(state, committed))
         room, nodes = jnp.where(drafting, committed.room, 0), grown.candidates
         value = jnp.where(self._levels <= room[:, None], nodes.score, -jnp.inf)
@@ -204,13 +210,6 @@ class EagleTree(EagleDrafter):
             sees=jnp.broadcast_to(jnp.eye(k, slots, dtype=bool), (batch, k, slots)),
             cache=state.cache,
         )
-
-    def _grown(self, hidden: Float[Array, "B E"], first: Int[Array, " B"], growing: _Growing) -> _Growing:
-        """The root's children, and what grows out of them. `first`: see `_pass`."""
-        score, ids = self._best(hidden)
-        children = _Candidates(ids, jnp.full_like(ids, -1), score, jnp.exp(score))
-        growing = growing.replace(candidates=growing.candidates.put(0, children))
-        return jax.lax.fori_loop(0, self.depth, functools.partial(self._pass, first), growing)
 
     def _best(self, hidden: Float[Array, "*R E"]) -> tuple[Float[Array, "*R k"], Int[Array, "*R k"]]:
         """Log-probabilities and token ids of what most probably comes next, by falling probability."""

@@ -9,7 +9,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from failfast_jax.decoding.decode_state import Committed, Draft
+from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option
 
@@ -40,15 +40,6 @@ def matches(tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Int[Array, "
     return matched
 
 
-def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Returns the length of the longest earlier occurrence of the last tokens (0: none), the latest on ties, and the
-    position after it."""
-    matched = matches(committed.tokens, committed.length)
-    best, columns = matched.max(1), jnp.arange(matched.shape[1])
-    latest = jnp.max(jnp.where(matched == best[:, None], columns, 0), 1)
-    return best, latest + 1
-
-
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Lookup(Drafter):
     """Drafts from the sequence itself; the longer the match, the longer the draft.
@@ -76,7 +67,10 @@ class Lookup(Drafter):
         return jnp.where(match >= self.min_match, length, 0)
 
     def draft(self, state, committed):
-        match, after = longest_match(committed)
+        # The longest earlier occurrence of the last tokens (0: none), the latest on ties, and the position after it.
+        matched = matches(committed.tokens, committed.length)
+        match, columns = matched.max(1), jnp.arange(matched.shape[1])
+        after = jnp.max(jnp.where(matched == match[:, None], columns, 0), 1) + 1
         length = jnp.where(committed.running, jnp.minimum(self.draft_length(match), committed.room), 0)
         # A continuation that reaches the end of the text goes on with itself.
         period = jnp.maximum(committed.length - after, 1)

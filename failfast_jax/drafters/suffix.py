@@ -90,7 +90,12 @@ class Suffix(Drafter):
         earlier = jnp.append(self.corpus, SEPARATOR)
         text = jnp.concatenate([jnp.broadcast_to(earlier, (batch, earlier.size)), committed.tokens], axis=1)
         end = earlier.size + committed.length
-        latest, longest = self._electorate(text, end)
+        # The latest places after the longest match vote, latest first (-1: none).
+        matched, places = matches(text, end), 1 + jnp.arange(text.shape[1])
+        longest = matched.max(1)
+        # As floats, exact up to 2^24: on CPU top_k of integers sorts the whole text.
+        rank = jnp.where(matched == longest[:, None], places, -1).astype(jnp.float32)
+        latest = jax.lax.top_k(rank, min(MOST_PLACES, rank.shape[1]))[0].astype(jnp.int32)
         start = _Vote(
             index=jnp.int32(0),
             draft=Draft.empty(batch, self.max_draft),
@@ -127,17 +132,6 @@ class Suffix(Drafter):
 
         vote = jax.lax.while_loop(lambda vote: jnp.any(vote.growing), count_votes, start)
         return vote.draft, state
-
-    def _electorate(
-        self, text: Int[Array, "B T"], end: Int[Array, " B"]
-    ) -> tuple[Int[Array, "B voters"], Int[Array, " B"]]:
-        """The latest places after the longest match, latest first (-1: none), and that match's length."""
-        matched, places = matches(text, end), 1 + jnp.arange(text.shape[1])
-        longest = matched.max(1)
-        # As floats, exact up to 2^24: on CPU top_k of integers sorts the whole text.
-        rank = jnp.where(matched == longest[:, None], places, -1).astype(jnp.float32)
-        latest, _ = jax.lax.top_k(rank, min(MOST_PLACES, rank.shape[1]))
-        return latest.astype(jnp.int32), longest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,15 +60,18 @@ def save_fast_dllm(
     params: Mapping[str, Any],
     tokenizer: Any = None,
     *,
+    target: ModelConfig | None = None,
     storage: str = "bfloat16",
     **extra: Any,
 ) -> None:
-    """Writes a folder that `load_model` reads, and the release's code; `config.json` comes last.
+    """Writes a whole model, which `load_model` reads, or a drafter that borrows; `config.json` comes last.
 
     Args:
-      config: configuration that `as_fast_dllm` returned.
-      params: all parameters of its `Decoder`, by path.
+      config: result of `as_fast_dllm`; of a drafter that borrows, of `target.with_mask_row`.
+      params: all parameters of its `Decoder`, by path; of a drafter that borrows those of its layers and final norm,
+        and `mask` `[E]`.
       tokenizer: written beside them, with the mask token added where its id is the next one, as in the release.
+      target: the model that embedding and head are borrowed from; None: the model has its own.
       storage: one of `drafter_folder.STORAGES`.
       extra: joins `config.json`.
     """
@@ -77,39 +80,20 @@ def save_fast_dllm(
         if len(tokenizer) == config.mask_token_id:
             tokenizer.add_tokens([MASK_TOKEN], special_tokens=True)
         tokenizer.save_pretrained(folder)
-    keys = _config_dict(config, storage) | {
-        "auto_map": {
-            "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
-            "AutoModelForCausalLM": f"{RELEASE}--modeling.{ARCHITECTURE}",
-        },
-        "mask_token_id": config.mask_token_id,
+    code = {
+        "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
+        "AutoModelForCausalLM": f"{RELEASE}--modeling.{ARCHITECTURE}",
     }
-    write_folder(folder, keys, stored_tensors(HF_TABLE, params, config), storage, extra)
-
-
-def save_borrowing(
-    folder: Path,
-    target: ModelConfig,
-    config: ModelConfig,
-    params: Mapping[str, Any],
-    *,
-    storage: str = "bfloat16",
-    **extra: Any,
-) -> None:
-    """Writes a drafter that borrows embedding and head from a target.
-
-    Args:
-      config: result of `target.with_mask_row`.
-      params: parameters of its layers and final norm, by path, and `mask` `[E]`.
-      storage: one of `drafter_folder.STORAGES`.
-      extra: joins `config.json`.
-    """
-    keys = _config_dict(config, storage) | {BORROW: True, "target": target.shape_key()}
-    write_folder(folder, keys, stored_tensors(BORROWING_TABLE, params, config), storage, extra)
+    if target is None:
+        table, keys = HF_TABLE, {"auto_map": code, "mask_token_id": config.mask_token_id}
+    else:
+        table, keys = BORROWING_TABLE, {BORROW: True, "target": target.shape_key()}
+    keys = _config_dict(config, storage) | keys
+    write_folder(folder, keys, stored_tensors(table, params, config), storage, extra)
 
 
 class BorrowingLayout:
-    """Folders of `save_borrowing`; as `drafter_folder.DrafterLayout`, without features of the target."""
+    """Folders of drafters that borrow; as `drafter_folder.DrafterLayout`, without features of the target."""
 
     kind = BLOCK_DIFFUSION
     architectures = ()

@@ -93,7 +93,14 @@ class Aligned(BlockDrafter):
         )
         run = functools.partial(self._pass, committed=committed)
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), run, start)
-        return self._draft_of(end, committed), end.state
+        # The first `spec_len` tokens, as far as they exist and fit, cut after a stop token.
+        tokens = gather_window(end.text, committed.length, self.max_draft)
+        masked = tokens == self.mask_token
+        exists = jnp.where(masked.any(1), jnp.argmax(masked, 1), self.max_draft)
+        length, _ = emitted_count(tokens, jnp.minimum(end.spec_len, exists) - 1, committed.room, committed.eos)
+        length = jnp.where(committed.running, length, 0)
+        confidence = gather_window(end.confidence, committed.length, self.max_draft)
+        return Draft(tokens=tokens, confidence=confidence, length=length, passes=end.passes), end.state
 
     # Block 8, small block 4, threshold 0.9, length 2, M is the mask; row i predicts token i + 1:
     #   before  a b M M | M M M M   rows 0 0 1 2 score places 0 1 2 3; the masked places 2 and 3 get c (.95) and d (.40)
@@ -153,19 +160,6 @@ class Aligned(BlockDrafter):
             blocks=blocks,
             growing=carry.growing & ~stopped,
             passes=carry.passes + counted,
-        )
-
-    def _draft_of(self, end: _Filling, committed: Committed) -> Draft:
-        """Returns the first `spec_len` tokens, as far as they exist and fit, cut after a stop token."""
-        tokens = gather_window(end.text, committed.length, self.max_draft)
-        masked = tokens == self.mask_token
-        exists = jnp.where(masked.any(1), jnp.argmax(masked, 1), self.max_draft)
-        length, _ = emitted_count(tokens, jnp.minimum(end.spec_len, exists) - 1, committed.room, committed.eos)
-        return Draft(
-            tokens=tokens,
-            confidence=gather_window(end.confidence, committed.length, self.max_draft),
-            length=jnp.where(committed.running, length, 0),
-            passes=end.passes,
         )
 
     def commit(self, state, outcome):

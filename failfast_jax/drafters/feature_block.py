@@ -244,8 +244,8 @@ class FeatureBlockDrafter(NarrowDrafter):
         def choose_row(carry: tuple[Array, Array], row: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
             (state, token), (hidden, logits, positions) = carry, row
             before = network.markov.embedded(token)
-            state, code = network.markov_step(state, before, hidden)
-            logits = (logits + network.markov_bias(code))[:, None]
+            state, bias = network.markov_step(state, before, hidden)
+            logits = (logits + bias)[:, None]
             chosen = self.propose(logits, positions[:, None], committed, network.confidence is None)
             return (state, chosen[0][:, 0]), (chosen, before)
 

@@ -287,14 +287,10 @@ class DSpark(FeatureNetwork):
         return self.norm(x).reshape(batch, count, width, -1)
 
     @on_every_device
-    def markov_step(self, *arguments: Array) -> tuple[Array, Array]:
-        """See `MarkovHead.step`."""
-        return self.markov.step(*arguments)
-
-    @on_every_device
-    def markov_bias(self, code: Float[Array, "*R r"]) -> Float[Array, "*R v"]:
-        """See `MarkovHead.bias`."""
-        return self.markov.bias(code)
+    def markov_step(self, *arguments: Array) -> tuple[Float[Array, "*R r"], Float[Array, "*R v"]]:
+        """Returns the next state of the Markov head, see `MarkovHead.step`, and the addition to the row's logits."""
+        state, code = self.markov.step(*arguments)
+        return state, self.markov.bias(code)
 
     @on_every_device
     def confidence_logits(

@@ -19,8 +19,6 @@ import logging
 import os
 from typing import Any
 
-from jax.sharding import Mesh
-
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.exact_widths import WidthCheck
 from failfast_jax.decoding.placement import StatePlacement
@@ -83,10 +81,8 @@ class Runtime:
         self.widths = widths or DEFAULT_WIDTHS[self.platform]
         self._width_check = WidthCheck(target, self.widths)
 
-    @property
-    def mesh(self) -> Mesh | None:
-        """The devices that the models are spread over; None: one device."""
-        return self.target.execution.mesh
+    mesh = property(lambda runtime: runtime.target.execution.mesh)
+    """The devices that the models are spread over; None: one device."""
 
     def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
         """Returns the static widths, in rows, of every pass for a drafter.

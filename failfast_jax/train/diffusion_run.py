@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
-from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_borrowing, save_fast_dllm
+from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dllm
 from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
@@ -117,6 +117,7 @@ class DiffusionObjective(Objective):
         return loss(self.model(trainable, constants, self.config.dtype), batch, key, self.config, spread=self.spread)
 
     def save(self, trainable, folder, *, storage="bfloat16", **extra):
+        extra["target"] = self.constants["target"].config if self.constants else None
         save_fast_dllm(folder, self.model_config, trainable, self.tokenizers[1], storage=storage, **extra)
 
     def drafter(self, trainable):
@@ -150,7 +151,3 @@ class StandaloneObjective(DiffusionObjective):
 
     def model(self, trainable, constants, dtype):
         return with_borrowed(super().model(trainable, constants, dtype), constants["target"], trainable["mask"])
-
-    def save(self, trainable, folder, *, storage="bfloat16", **extra):
-        target = self.constants["target"].config
-        save_borrowing(folder, target, self.model_config, trainable, storage=storage, **extra)

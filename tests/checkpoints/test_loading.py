@@ -35,7 +35,7 @@ from tiny_models import random_model
 from convert.conversion import convert
 from failfast_jax.checkpoints import hub, orbax_folder, parameter_map
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
-from failfast_jax.checkpoints.fast_dllm_folder import save_borrowing
+from failfast_jax.checkpoints.fast_dllm_folder import save_fast_dllm
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.checkpoints.parameter_map import AbstractModule
@@ -184,7 +184,7 @@ def test_drafters_that_borrow(tmp_path):
     leaves = {name: np.asarray(leaf[...]) for name, leaf in AbstractModule.of(random_model(config)).leaves.items()}
     params = {name: leaf for name, leaf in leaves.items() if not name.startswith(("embed", "head"))}
     params["mask"] = np.ones(target.config.hidden_size, np.float32)
-    save_borrowing(tmp_path, target.config, config, params, storage="float32")
+    save_fast_dllm(tmp_path, config, params, target=target.config, storage="float32")
     folder = ModelFolder(tmp_path)
     read = folder.open_drafter(target.config, "the target").load(target)
     again = AbstractModule.of(read).leaves

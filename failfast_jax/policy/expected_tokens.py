@@ -35,8 +35,7 @@ MEMORY = 0.99
 STAKE = 0.01
 """Share of the time that a sequence may lose to drafts that fail."""
 CREDIT = 2.0
-"""Plain steps that a batch may lose before it has gained any; more sequences show more drafts a round, and share them.
-"""
+"""Plain steps that a batch may lose before it has gained any: its sequences, each of which shows drafts, share them."""
 HINDSIGHT = 0.1
 """Steps credited for a lookup that would have paid, was not affordable, and turned out to begin rightly."""
 GAMBLE = 0.35

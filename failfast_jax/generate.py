@@ -18,8 +18,6 @@ from failfast_jax.template_rendering import LONGEST_TEXT
 from failfast_jax.util import command_line, processes, progress
 from failfast_jax.util.files import describe_os_error, read_stream, read_text, user_path
 
-ANSWER = 256
-"""Tokens of an answer whose length is not asked for."""
 TRACE_SUFFIXES = (".html", ".htm", ".svg", ".jsonl", ".json")
 
 
@@ -38,13 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt-file", metavar="F", type=user_path, help="read the prompt from a text file")
     prompt.add_argument("--token-ids", metavar="1,2,3", help="bypass tokenizer and chat template")
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--max-new-tokens",
-        metavar="n",
-        type=int,
-        help=f"maximum length of the answer in tokens (default: {ANSWER}, or less where the context ends)",
-    )
-    add_flags_named(output, "ignore_eos")
+    add_flags_named(output, "max_new_tokens", "ignore_eos")
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     output.add_argument(
         "--trace",
@@ -105,10 +97,7 @@ def _summary(result: Result, has_drafter: bool) -> str:
 
 def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
-    values = {field.name: getattr(args, field.name) for field in common_fields()}
-    if args.max_new_tokens is None:
-        values["max_new_tokens"] = ANSWER
-    config = config_of(args, **values)
+    config = config_of(args, **{field.name: getattr(args, field.name) for field in common_fields()})
     if args.profile is not None:
         args.profile.mkdir(parents=True, exist_ok=True)
     if (path := args.trace) is not None and str(path) != TERMINAL:

@@ -21,6 +21,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "attention": {"choices": KERNELS, "metavar": None},
     "compile_cache": {"metavar": "DIR|off"},
     "costs": {"metavar": "FILE"},
+    "max_new_tokens": {"text": "maximum length of the answer in tokens (256, or less where the context ends)"},
     "method": {"metavar": "METHOD", "text": f"one of {', '.join(all_options())} (default: {DEFAULT_METHOD})"},
     "quantize": {"metavar": "int8|int4"},
     "quantize_drafter": {"metavar": "int8|int4|none"},

@@ -8,7 +8,7 @@ import types
 import jax.numpy as jnp
 
 from failfast_jax.bench import comparison
-from failfast_jax.bench.engine_pool import EnginePool, role_of
+from failfast_jax.bench.comparison import EnginePool, role_of
 from failfast_jax.bench.run_config import RunConfig
 from failfast_jax.checkpoints import hub
 from failfast_jax.decoding.drafter import Drafter

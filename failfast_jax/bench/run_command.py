@@ -15,8 +15,7 @@ import pandas as pd
 
 from failfast_jax.bench import plots, scoring
 from failfast_jax.bench.answer_log import DIFFERENT, RECORDS, SCORE, AnswerLog
-from failfast_jax.bench.comparison import Comparison, RunPlan, planned_answers
-from failfast_jax.bench.engine_pool import find_models_of_rows
+from failfast_jax.bench.comparison import Comparison, RunPlan, find_models_of_rows, planned_answers
 from failfast_jax.bench.rows import all_options
 from failfast_jax.bench.run_config import RunConfig
 from failfast_jax.bench.run_config import add_arguments as add_arguments

@@ -1,28 +1,33 @@
-"""The answers to one HTTP request, passed from the queue's thread to the event loop, and their JSON."""
+"""The answers to one HTTP request, passed from the queue's thread to the event loop, their JSON, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from failfast_jax.errors import OptionError, PromptError, PromptTooLong
 from failfast_jax.serving.answer import Answer, Finished, Piece
-from failfast_jax.serving.metrics import Metrics
 from failfast_jax.serving.openai_protocol import SEEDS, ChatRequest, CompletionRequest, Reply, RequestError, Spelling
 from failfast_jax.serving.queue import Queue, QueueClosed, QueueFull
 from failfast_jax.serving.serve_options import ServeOptions
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 TOO_LONG = "context_length_exceeded"
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
+"""Bounds of the buckets of times."""
 
 
 def refusal(error: Exception) -> RequestError:
@@ -110,6 +115,61 @@ class AnswerStream:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self._items.put_nowait(ClientDisconnect())
+
+
+class Metrics(Collector):
+    """Metrics of a queue, of its answers and of HTTP responses.
+
+    Attributes:
+      responses, stream_errors: counters by status.
+    """
+
+    def __init__(self, queue: Queue):
+        self._queue, self._registry = queue, CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory and time of the process, on Linux
+
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(f"failfast_{name}_seconds", help, buckets=SECONDS, registry=self._registry)
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"failfast_{name}", help, ("status",), registry=self._registry)
+
+        self._waited = histogram("waited", "from a request to the start of its prefill")
+        self._first = histogram("first_token", "from a request to its first token")
+        self._whole = histogram("request", "from a request to the end of its answer")
+        self.responses = counter("responses", "HTTP responses by status; streams that fail later count as 200")
+        self.stream_errors = counter("stream_errors", "errors in streams by their status")
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the queue's counters and gauges, with their present values."""
+        counts, scheduler = self._queue.scheduler.counts, self._queue.scheduler
+        for field in dataclasses.fields(counts):
+            if help := field.metadata.get("help"):
+                yield CounterMetricFamily(f"failfast_{field.name}", help, value=getattr(counts, field.name))
+        help = "programs that were compiled, or read from the compile cache"
+        yield CounterMetricFamily("failfast_compilations", help, value=self._queue.compilations.requests)
+        requests = CounterMetricFamily("failfast_requests", "requests by reason of their end", labels=("reason",))
+        for reason, count in sorted(dict(counts.finished).items()):
+            requests.add_metric((reason,), count)
+        yield requests
+        for name, help, value in (
+            ("queue_length", "requests that wait for a row", scheduler.waiting),
+            ("rows", "rows", self._queue.batch),
+            ("rows_busy", "rows that decode", scheduler.busy),
+        ):
+            yield GaugeMetricFamily(f"failfast_{name}", help, value=value)
+
+    def on_finished(self, answer: Finished) -> None:
+        """Records the times of an answer."""
+        self._waited.observe(answer.waited_s)
+        self._whole.observe(answer.total_s)
+        if answer.first_s is not None:
+            self._first.observe(answer.first_s)
+
+    def text(self) -> bytes:
+        """The page `/metrics`."""
+        return generate_latest(self._registry)
 
 
 class Service:

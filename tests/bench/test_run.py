@@ -8,7 +8,7 @@ from unittest.mock import Mock, call
 import pytest
 from stub_engine import StubEngine, use_stub
 
-from failfast_jax.bench import comparison, engine_pool, plots, run_command
+from failfast_jax.bench import comparison, plots, run_command
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE, AnswerLog
 from failfast_jax.bench.comparison import Comparison, RunPlan
@@ -328,16 +328,16 @@ def test_a_corpus_holds_the_questions_before(stub, bench, monkeypatch):
 
 def test_engines_share_their_target(monkeypatch, tmp_path):
     load = Mock(side_effect=lambda *_, **__: StubEngine(max_seq_len=100 * load.call_count))
-    monkeypatch.setattr(engine_pool.FailFast, "load", load)
+    monkeypatch.setattr(comparison.FailFast, "load", load)
     aligned = {"schedule": "aligned"}
     rows = [Row(method, method) for method in ("lookup", "failfast", "fast-dllm")]
     rows += [Row("slow", "failfast", {"tau": 0.9}), Row("aligned", "failfast", aligned), Row("ar", "ar")]
 
     # The default pair: a drafter for each method and schedule.
     with pytest.raises(ValueError, match="needs --ar-drafter"):
-        engine_pool.EnginePool(RunConfig()).get(rows[-1], GenerationConfig("ar"))
+        comparison.EnginePool(RunConfig()).get(rows[-1], GenerationConfig("ar"))
     load.reset_mock()
-    default = engine_pool.EnginePool(RunConfig(ar_drafter="small"))
+    default = comparison.EnginePool(RunConfig(ar_drafter="small"))
     options = default.options
     engines = {row.label: default.get(row, row.config(GenerationConfig())) for row in rows}
     pairs = [(None, "failfast", None), (None, "fast-dllm", None), (None, "failfast", "aligned"), ("small", "ar", None)]
@@ -359,7 +359,7 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
     # Named drafters: one for all methods of its kind.
     load.reset_mock()
     (tmp_path / "weights").write_text("x")
-    named = engine_pool.EnginePool(RunConfig(target="big", drafter=str(tmp_path)))
+    named = comparison.EnginePool(RunConfig(target="big", drafter=str(tmp_path)))
     for row in rows[:-1]:
         named.get(row, row.config(GenerationConfig()))
     assert load.call_args_list[1:] == [

@@ -158,10 +158,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form: what `--json` prints."""
         fields = {**dataclasses.asdict(self), "rounds": [entry.to_dict() for entry in self.rounds]}
-        for name in ("adopted_passes", "costs"):
-            if fields["stats"][name] is None:
-                del fields["stats"][name]
-        return fields
+        return fields | {"stats": {name: value for name, value in fields["stats"].items() if value is not None}}
 
 
 @dataclasses.dataclass(frozen=True)

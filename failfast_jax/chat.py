@@ -36,9 +36,7 @@ class ChatOptions(CommandOptions):
     """Options of the conversation."""
 
     system: str | None = option(None, "a system message to begin with")
-    context: int | None = option(
-        None, "maximum tokens of the conversation (1024, or the models' limit)", least=2, most=2**24
-    )
+    context: int | None = option(None, "tokens of the conversation (1024, or the models' limit)", least=2, most=2**24)
     max_new_tokens: int = option(512, "maximum tokens of an answer", least=1, most=2**24)
 
 

@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -157,9 +157,7 @@ def kernels() -> Iterator[Finding]:
             yield Finding(name, OK, text)
         else:
             text += "; keys and values by {cache_error:.1e}; others kept: {others_kept}; repeatable: {repeatable}"
-            yield Finding(
-                name, BROKEN, text.format(**result), "--attention xla (GPU) or reference, and please report it"
-            )
+            yield Finding(name, BROKEN, text.format(**result), "--attention xla (GPU) or reference; please report it")
 
 
 def decoding() -> Iterator[Finding]:
@@ -187,7 +185,6 @@ def decoding() -> Iterator[Finding]:
     yield Finding("decoding", OK if is_lossless else BROKEN, f"{text} ({time.perf_counter() - begin:.1f} s)", fix)
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...]
 CHECKS = versions, devices, caches, models, memory, kernels, decoding
 
 

@@ -39,9 +39,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--target` and the flags that belong to it."""
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
-    models.add_argument(
-        "--drafter", metavar="P", help="drafter model: folder, .gguf or Hub id (standalone or feature-based)"
-    )
+    models.add_argument("--drafter", metavar="P", help="drafter: folder, .gguf or Hub id (standalone or feature-based)")
     add_flags_named(models, "method", "dtype")
 
 

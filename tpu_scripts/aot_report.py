@@ -52,18 +52,8 @@ from failfast_jax.models.drafter_model import FeatureModel
 from failfast_jax.models.kv_cache import TPU_TILE, KVCache, round_up
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.public_data import acceptance_law, published_speeds
-from failfast_jax.public_data.model_shapes import (
-    CONFIGS,
-    DRAFTERS,
-    READERS,
-    TARGETS,
-    abstract_model,
-    abstract_reader,
-    cache_bytes,
-    spread_shapes,
-    weights_read,
-)
+from failfast_jax.public_data import acceptance_law, model_shapes, published_speeds
+from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, READERS, TARGETS
 from failfast_jax.util import command_line, hardware
 from failfast_jax.util.files import write_json
 from failfast_jax.util.records import markdown
@@ -130,14 +120,14 @@ class Compiler:
         if self.layers:
             config = dataclasses.replace(config, num_layers=self.layers)
         execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
-        return spread_shapes(abstract_model(config, "bfloat16"), execution)
+        return model_shapes.spread_shapes(model_shapes.abstract_model(config, "bfloat16"), execution)
 
     def reader(self) -> FeatureModel:
         """Returns a drafter that reads the target's hidden states; its parameters are whole on every chip."""
         _, config = READERS[self.case.drafter]
         if self.layers:  # it reads the remaining layers of the target
             config = dataclasses.replace(config, feature_layers=tuple(range(-1, self.layers)))
-        model = abstract_reader(config, self.target, sharding.Execution(kernel="tpu", mesh=self.mesh))
+        model = model_shapes.abstract_reader(config, self.target, sharding.Execution(kernel="tpu", mesh=self.mesh))
         return jax.tree.map(lambda leaf: leaf if leaf.sharding is not None else self.array(leaf, P()), model)
 
     def array(self, shape: Any, spec: P, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
@@ -258,7 +248,7 @@ class Compiler:
         text = self.one_pass(model, width, rows)
         config, execution, chip = model.config, model.execution, self.chip
         batch, heads = self.case.batch // self.case.dp, execution.parts(execution.heads)
-        weights, cache = weights_read(model), batch * cache_bytes(config, CONTEXT) / heads
+        weights, cache = model_shapes.weights_read(model), batch * model_shapes.cache_bytes(config, CONTEXT) / heads
         estimate, unread = self.timeline(text, model, width, CONTEXT), hlo.unread(text)
         if not 0.98 * weights < estimate.traffic < 1.2 * (weights + cache):
             traffic = f"{estimate.traffic / 1e6:.0f} MB by the text of a pass of {width} rows"
@@ -441,13 +431,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of prompt and output together")
     parser.add_argument("--layers", type=int, help="cut both models to this many layers: a quick look")
     parser.add_argument("--no-costs", dest="costs", action="store_false", help="compile the loop only")
-    parser.add_argument(
-        "--quantize", choices=quantization.SCHEMES, help="quantize the matrices of both models to 8 or 4 bits"
-    )
+    parser.add_argument("--quantize", choices=quantization.SCHEMES, help="matrices of both models in 8 or 4 bits")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
-    parser.add_argument(
-        "--published", action="store_true", help="compile for published measurements, and print their predictions"
-    )
+    parser.add_argument("--published", action="store_true", help="predict published measurements anew")
     args = parser.parse_args(argv)
     if args.published:
         return command_line.run(work_published)

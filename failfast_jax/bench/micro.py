@@ -196,10 +196,8 @@ def work(args: argparse.Namespace) -> int:
     names = default if args.parts is None else args.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
-    options, report = PeerOptions.given(args), {"machine": hardware.machine()}
-    load = functools.cache(
-        lambda: FailFast.load(options.target, options.drafter, LoadOptions.given(args), method="auto")
-    )
+    pair, report = PeerOptions.given(args), {"machine": hardware.machine()}
+    load = functools.cache(lambda: FailFast.load(pair.target, pair.drafter, LoadOptions.given(args), method="auto"))
     for name in names:
         report[name] = compare_peers(args) if name == PEERS else PARTS[name](load())
         shown = peer_table(report[name]) if name == PEERS else f"{name}: {json.dumps(report[name], indent=1)}"

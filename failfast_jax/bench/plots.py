@@ -219,9 +219,8 @@ def calibration_curves(run: RunAnswers) -> Any:
     if not by_row:
         raise NoData("no row drafted anything")
     figure = figure_class()(figsize=(11, 4 * len(by_row)), layout="constrained")
-    for (left, right), (name, (first, tokens, error)) in zip(
-        figure.subplots(len(by_row), 2, squeeze=False), by_row.items()
-    ):
+    axes = figure.subplots(len(by_row), 2, squeeze=False)
+    for (left, right), (name, (first, tokens, error)) in zip(axes, by_row.items()):
         for axis, points in ((left, first), (right, tokens)):
             axis.plot(points.confidence, points.accepted, "o-")
             axis.set_xlim(-0.02, 1.02)

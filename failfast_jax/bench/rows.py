@@ -225,11 +225,7 @@ def parse_row(text: str, known: Mapping[str, Row], shown: str) -> Row:
 
 
 def select_rows(
-    entries: Sequence[str],
-    sweeps: Sequence[str],
-    file_rows: Sequence[Row],
-    overrides: Sequence[str],
-    target: str | None,
+    entries: Sequence[str], sweeps: Sequence[str], file_rows: Sequence[Row], changes: Sequence[str], target: str | None
 ) -> list[Row]:
     """Returns the rows of a run, sweeps expanded, equal ones merged, `vanilla` left out (it always runs).
 
@@ -237,7 +233,7 @@ def select_rows(
       entries: `--methods`: names of rows or methods with options, or `all`.
       sweeps: `--sweep`: the same, beside those.
       file_rows: rows of the file, unexpanded.
-      overrides: `--set ROW:key=value`.
+      changes: `--set ROW:key=value`.
       target: whose size some options depend on.
 
     Raises:
@@ -245,7 +241,7 @@ def select_rows(
     """
     known = PLAIN_ROWS | {row.label: row for row in file_rows}
     names = {text if text in known else text.partition(":")[0] for text in (*entries, *sweeps)}
-    for text in overrides:
+    for text in changes:
         name, _, pair = text.partition(":")
         if name not in known or not {name, ALL} & names:
             raise ValueError(f"--set {text}: there is no such row; rows: {', '.join(sorted(names))}")

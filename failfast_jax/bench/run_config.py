@@ -8,19 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from failfast_jax.bench.rows import (
-    ALL,
-    PLAIN_ROWS,
-    Row,
-    RowEntry,
-    check_common,
-    check_option,
-    option_names,
-    parse_options,
-    parse_row,
-    select_rows,
-    split_entries,
-)
+from failfast_jax.bench import rows as bench_rows
+from failfast_jax.bench.rows import ALL, Row, option_names
 from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.drafters import METHODS
 from failfast_jax.errors import OptionError
@@ -56,9 +45,7 @@ class RunConfig(CommandOptions):
     datasets: tuple = option((), "")
     """Of the file: names, or mappings."""
     data: tuple = option((), "JSONL, JSON or Parquet with the rows of dataset D, instead of its package or the Hub")
-    choices: str | None = option(
-        None, "order of GPQA's answers: its own for each question, or A correct", choices=CHOICES
-    )
+    choices: str | None = option(None, "order of GPQA's answers: shuffled per question, or A correct", choices=CHOICES)
     limit: int | None = option(None, "first n rows of each dataset", least=1)
     methods: str | None = option(
         None,
@@ -106,7 +93,7 @@ class RunConfig(CommandOptions):
     def common(self) -> GenerationConfig:
         """Returns the options of every row that has none of its own, checked."""
         options = {"max_new_tokens": self.max_new_tokens, **(self.options or {})}
-        options |= parse_options("--set", [text for text in self.set if not _names_row(text)])
+        options |= bench_rows.parse_options("--set", [text for text in self.set if not _names_row(text)])
         options |= {"exact": True} if self.exact else {}
         config = GenerationConfig(**options)
         config.validate()
@@ -119,19 +106,19 @@ class RunConfig(CommandOptions):
           ValueError: an unknown method or option; the message names the flag or the file's entry.
         """
         file_rows = [
-            parse_row(entry, PLAIN_ROWS, f"methods: {entry}")
+            bench_rows.parse_row(entry, bench_rows.PLAIN_ROWS, f"methods: {entry}")
             if isinstance(entry, str)
-            else read_entry(RowEntry, entry, "methods").row()
+            else read_entry(bench_rows.RowEntry, entry, "methods").row()
             for entry in self.rows
             if entry != ALL
         ]
         if self.methods is not None:
-            methods = split_entries(self.methods) or [""]
+            methods = bench_rows.split_entries(self.methods) or [""]
         else:
             methods = [row.label for row in file_rows] + [ALL] * (ALL in self.rows or not file_rows)
         common = self.common()
-        rows = select_rows(methods, self.sweep, file_rows, list(filter(_names_row, self.set)), self.target)
-        check_common(common, rows)
+        rows = bench_rows.select_rows(methods, self.sweep, file_rows, list(filter(_names_row, self.set)), self.target)
+        bench_rows.check_common(common, rows)
         for row in rows:
             row.config(common)
         return rows
@@ -248,7 +235,7 @@ def read_config(path: Path) -> dict[str, Any]:
         values[name] = value
     read_entry(RunConfig, values, str(path))
     for name in values.get("options") or ():
-        check_option(f"{path}: options", name)
+        bench_rows.check_option(f"{path}: options", name)
     return values
 
 

@@ -29,9 +29,7 @@ _STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```", "\nassert "
 _LOOSE_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:(?:\n[ \t>]*)?```|\Z)", re.DOTALL)
 _BEFORE_WRONG = re.compile(r"(?:\bnot|\binstead of|\brather than|n't)(?: be)?[\s$(*}]*$", re.IGNORECASE)
 _AFTER_WRONG = re.compile(r"[\s$)*}]*,?\s*(?:is|was|would be)\s+(?:wrong|incorrect|not\b|a mistake)", re.IGNORECASE)
-_CHOICE = re.compile(
-    r"(?:the )?(?:correct |final |right )?(?:answer|option|choice)\b\s*(?:is\b)?\s*[:=]?", re.IGNORECASE
-)
+_LEAD = re.compile(r"(?:the )?(?:correct |final |right )?(?:answer|option|choice)\b\s*(?:is\b)?\s*[:=]?", re.IGNORECASE)
 _NAMED = re.compile(
     r"(?:[(\[]\s*([A-D])\s*[)\]]|([A-D])\s*[.,:)=]|([A-D])\s+(?=[^\sA-Za-z]))"
     r"(?!\W*(?:(?:and|or)\W+)?[A-D]\b(?!\s+(?!and\b|or\b)[a-z]))"
@@ -206,7 +204,7 @@ def _letter(content: str) -> str | None:
     """The letter that a box names: `\\text{(B)}`, `B. 12`, `Option B`."""
     content = re.sub(r"\\(?:q?quad|[,;:!> ])|~|\$|\*", " ", content)
     content = re.sub(r"\\[A-Za-z]+\*?|\\[()\[\]]|[{}]", "", content)
-    content = _CHOICE.sub("", content.strip()).strip()
+    content = _LEAD.sub("", content.strip()).strip()
     if match := re.fullmatch(r"[(\[]?\s*([A-Da-d])\s*[)\]]?[.:]?", content):
         return match[1].upper()
     named = _NAMED.match(content)

@@ -116,11 +116,6 @@ def cells(table: pd.DataFrame, columns: Iterable[str] = CELLS) -> pd.DataFrame:
     return pd.DataFrame(text).replace(["nan", "nan%"], "-")
 
 
-def to_markdown(table: pd.DataFrame, corner: str) -> str:
-    """Returns a table of text, whose index is the first column under the head `corner`."""
-    return table.rename_axis(corner).to_markdown(disable_numparse=True)
-
-
 # -- the summary -----------------------------------------------------------------------------------------------------
 
 
@@ -136,10 +131,12 @@ def of_dataset(
     table = totals(answers).loc[[BASELINE, *(row.label for row in rows)]]
     names, sweeps = row_names(table, rows)
     parts = [f"## {dataset.name}: {len(dataset.questions)} questions"]
-    parts.append(to_markdown(cells(table.loc[list(names)]).rename(index=names), "method"))
+    parts.append(
+        cells(table.loc[list(names)]).rename(index=names).rename_axis("method").to_markdown(disable_numparse=True)
+    )
     for sweep, points in sweeps.items():
         page = cells(table.loc[points["points"]], OF_SWEEPS).rename(index={points["best"]: f"**{points['best']}**"})
-        parts += [f"Sweep `{sweep}`; in bold the fastest:", to_markdown(page, "row")]
+        parts += [f"Sweep `{sweep}`; in bold the fastest:", page.rename_axis("row").to_markdown(disable_numparse=True)]
     about = {"questions": len(dataset.questions), "rows": names, "sweeps": sweeps, "settings": nested(table)}
     table.insert(0, "row", [names.get(label, "") for label in table.index])
     return about, table, "\n\n".join(parts)

@@ -75,10 +75,8 @@ class Measurement:
 
     def errors(self) -> dict[str, Range]:
         """Returns predicted over published, by the names of `SPEEDS`: 2 is twice the published speed."""
-        return {
-            name: (low / self.published[name], high / self.published[name])
-            for name, (low, high) in self.predicted().items()
-        }
+        ranges, published = self.predicted(), self.published
+        return {name: (low / published[name], high / published[name]) for name, (low, high) in ranges.items()}
 
 
 @functools.cache

@@ -312,11 +312,8 @@ class Reply:
         self._best, self._prompts = request.best_tokens, len(request.prompts)
         self._lengths: collections.Counter[int] = collections.Counter()
         """Characters of each choice so far, as its tokens spell them."""
-        self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def _reply(self, choices: list[dict[str, Any]], *, chunk: bool = True, **usage: Any) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self._chat else "text_completion"

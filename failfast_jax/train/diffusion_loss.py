@@ -256,15 +256,13 @@ def _sharded(token_losses: Callable, model: Decoder, tokens: Array, masked: Arra
     """Computes `token_losses` on each device for its own texts; a layer's parameters are gathered where it runs."""
     gather_layer = spread.gather(model.layers[0])
     gather_outer = spread.gather(model, parts=lambda path: name_of(path[:1]) != "layers")
-    parameters = jax.tree.map(lambda leaf: spread.spec(tuple(leaf.shape)), model)
+    specs = jax.tree.map(lambda leaf: spread.spec(tuple(leaf.shape)), model)
     texts, noised = spread.rows.spec, P(None, *spread.rows.spec)
 
     def on_device(model: Decoder, tokens: Array, masked: Array) -> tuple[Array, ...]:
         return token_losses(gather_outer(model), tokens, masked, gather_layer)
 
-    run = jax.shard_map(
-        on_device, mesh=spread.mesh, in_specs=(parameters, texts, noised), out_specs=noised, check_vma=False
-    )
+    run = jax.shard_map(on_device, mesh=spread.mesh, in_specs=(specs, texts, noised), out_specs=noised, check_vma=False)
     return run(model, tokens, masked)
 
 

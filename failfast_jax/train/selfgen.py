@@ -69,9 +69,7 @@ class SelfgenOptions(CommandOptions):
     )
     dtype: str | None = option(None, "weight dtype (default: as stored)", choices=tuple(DTYPES))
     minutes: float | None = option(None, "stop after the shard that ends after this time (exit status 3)", above=0)
-    documents: int | None = option(
-        None, f"rounded up to whole shards; default: {DOCUMENTS}, or all --questions", least=1
-    )
+    documents: int | None = option(None, f"rounded up to shards; default: {DOCUMENTS}, or all --questions", least=1)
     batch_size: int = option(16, "documents that are written together", least=1)
     max_prompt_tokens: int = option(128, "sampled tokens per prompt", least=FEWEST_SAMPLED)
     max_answer_tokens: int = option(256, "tokens per answer", least=1)
@@ -105,9 +103,7 @@ class WriterTexts:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument(
-        "--out", metavar="FOLDER", type=user_path, required=True, help="shards; an unfinished run continues"
-    )
+    parser.add_argument("--out", metavar="FOLDER", type=user_path, required=True, help="shards; a run continues there")
     add_flags_of(parser, SelfgenOptions)
     processes.add_flag(parser)
 
@@ -338,11 +334,8 @@ def work(args: argparse.Namespace) -> None:
     mesh = {"tensor_parallel": options.tensor_parallel, "data_parallel": options.data_parallel}
     engine = FailFast.load(options.target, method=options.method, dtype=options.dtype, **mesh)
     writer = Writer(engine, options, texts)
-    settings |= {
-        "vocab_size": engine.target.config.vocab_size,
-        "eos_token_ids": list(engine.eos_token_ids),
-        "template": list(writer.turn),
-    }
+    settings |= {"vocab_size": engine.target.config.vocab_size, "eos_token_ids": list(engine.eos_token_ids)}
+    settings["template"] = list(writer.turn)
     with sole_writer(args.out):
         processes.run_on_primary(lambda: begin(file, settings, foreign=SHARDS))
         written = write_shards(writer, args.out, shards, deadline)

@@ -107,24 +107,13 @@ class TrainConfig:
     freeze: str | None = _dspark(None, "train the Markov and confidence heads alone", choices=("backbone",))
     confidence_for: str = _dspark("sampled", "kind of acceptance that the head predicts", choices=("sampled", "greedy"))
     mask_token: int | None = _unknown(None, "id for an unknown token; default: one that no text has", "ID")
-    position_decay: float = _setting(
-        3.0, "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True
-    )
+    position_decay: float = _setting(3.0, "the k-th token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True)
     block_size: int = _masked(32, "positions per block", least=2)
-    corruption: str = _masked(
-        "uniform", "masks of a block: as released, or as in drafting", choices=("uniform", "draft")
-    )
-    block_start: str = _masked(
-        "clean", "block before a block's first token (noised: as released)", choices=("clean", "noised")
-    )
-    mask_logit: str = _diffusion(
-        "hidden", "the mask in the softmax (scored: as released)", choices=("hidden", "scored")
-    )
+    corruption: str = _masked("uniform", "masks: as released, or as in drafting", choices=("uniform", "draft"))
+    block_start: str = _masked("clean", "block before a first token (noised: as released)", choices=("clean", "noised"))
+    mask_logit: str = _diffusion("hidden", "mask in the softmax (scored: as released)", choices=("hidden", "scored"))
     target_weight: float = _standalone(
-        0.0,
-        "share of the distance from the target's distribution in the loss; the rest is cross-entropy",
-        least=0,
-        most=1,
+        0.0, "share in the loss of the distance from the target's distribution, beside cross-entropy", least=0, most=1
     )
     packing: str = _diffusion(
         "none", "documents of a row; stream: several, which see earlier ones (as released)", choices=("none", "stream")

@@ -116,9 +116,7 @@ def check_same(settings: dict[str, Any]) -> None:
     other = differences(processes.broadcast_from_primary(mine), mine)
     if unlike := processes.where_false(not other):
         named = f" ({'; '.join(other)})" if other else ""
-        raise OptionError(
-            f"process {unlike[0]} has other options or documents than process 0{named}; give all the same"
-        )
+        raise OptionError(f"process {unlike[0]} has other options or documents than process 0{named}; make them equal")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -292,9 +292,6 @@ def ratios(run: PaperRun) -> str:
 def details(run: PaperRun) -> str:
     """Returns Table 5."""
     parts = {text: with_published(run, run.means, name, *form) for text, name, *form in DETAILS}
-    parts |= {
-        f"{text}, pooled": with_published(run, run.pooled, name, *form)
-        for text, name, *form in DETAILS
-        if name in POOLED
-    }
+    pooled = [line for line in DETAILS if line[1] in POOLED]
+    parts |= {f"{text}, pooled": with_published(run, run.pooled, name, *form) for text, name, *form in pooled}
     return table_of(parts, "metric")

@@ -38,9 +38,7 @@ STRIP = ("math500", (0, 4, 15, 18, 21))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument(
-        "runs", metavar="DIR", nargs="+", type=user_path, help="folders of `bench run --preset failfast-paper`"
-    )
+    parser.add_argument("runs", metavar="DIR", nargs="+", type=user_path, help="runs of the preset failfast-paper")
     parser.add_argument(
         "--modelled", metavar="X", help="latencies of modelled speedups: 7B, 14B, 32B or DRAFT:TARGET (by the target)"
     )
@@ -66,10 +64,8 @@ def page(runs: list[PaperRun]) -> str:
     parts = ['# "Fail Fast, Win Big", from records', NOTES]
     for run in runs:
         chosen = {d: ", ".join(f"{row} `{label}`" for row, label in rows.items()) for d, rows in run.chosen.items()}
-        counts = {
-            dataset: f"n = {count}" if count == begun else f"n = {count} of {begun}: unfinished"
-            for dataset, (count, begun) in run.answered.items()
-        }
+        pairs = run.answered.items()
+        counts = {d: f"n = {n}" + (f" of {begun}: unfinished" if n < begun else "") for d, (n, begun) in pairs}
         parts += [
             f"## Target {run.target}",
             f"Latencies of modelled speedups: {run.latency.name}. Every row has the same n answers:",
@@ -114,9 +110,7 @@ def claims_of(means: pd.DataFrame) -> list[Claim]:
         sums = both.groupby("target", sort=False).sum()
         return pd.Series([(1 - sums["row"] / sums["other"]).mean()])
 
-    def on_math(row: str, name: str) -> pd.Series:
-        return column(row, name, "math500")
-
+    on_math = functools.partial(column, dataset="math500")
     modelled, eagle = column(FAILFAST, "modelled"), speedup(FAILFAST, "eagle3", "measured")
     largest = modelled[modelled.index.get_level_values("target").str.lower().str.contains("32b")]
     passes, rounds = on_math(FAILFAST, "passes"), on_math(FAILFAST, "rounds")

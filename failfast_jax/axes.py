@@ -14,7 +14,7 @@ Of a batch of text:
 Of a model:
   E     residual stream (hidden size)
   V     vocabulary; v: draft vocabulary
-  K     KV heads
+  K     KV heads; K1: those of a cache, which may hold several layers' one after the other
   G     query heads of a KV head; G2: these, its key and its value, as one projection makes them
   Q     query heads: K * G
   H     head dimension; h: half of it, the angles of rotary embeddings
@@ -35,7 +35,7 @@ word is an axis of one function or class, which explains it.
 from jaxtyping import Array, Float, Int
 
 Queries = Float[Array, "B W Q H"]
-Cache = Float[Array, "B K S H"]
-"""Rotated keys, or values, of one layer."""
+Cache = Float[Array, "B K1 S H"]
+"""Rotated keys, or values, of a layer, or of all."""
 PerSequence = Int[Array, " B"]
 Scalar = Int[Array, ""]

@@ -28,7 +28,7 @@ from failfast_jax.kernels.blocks import ACTIVATIONS, BlockMatrix, StoredMatrix, 
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory
+from failfast_jax.util.hardware import bytes_on_a_device, explain_out_of_memory, release_memory
 from failfast_jax.util.progress import PATIENCE_S, progress_bar
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -200,7 +200,9 @@ class Checkpoint:
             widen=widen,
             advised=[f"{flag} {scheme}" for scheme, bits in quantization.SCHEMES.items() if bits < most_bits],
         )
-        return self.abstract_module(dtype).filled(values)
+        model = self.abstract_module(dtype).filled(values).stacked(donate=True)
+        release_memory()
+        return model
 
     def read(
         self,

@@ -44,7 +44,7 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
     """
     # Cut after its first layer the model has every matrix shape of the whole one, in a fraction of its time.
     shallow = copy.copy(model)
-    shallow.layers = nnx.List([model.layers[0]])
+    shallow.layers, shallow.places = nnx.List([model.layer(0)]), None
     shallow.config = dataclasses.replace(model.config, num_layers=1)
 
     @jax.jit

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -80,6 +81,9 @@ class Window:
     """Mask rule: causal (1) or block-causal."""
     back: int | None = flax.struct.field(pytree_node=False, default=None)
     """Of a sliding window: a token sees its own position and the `back - 1` before it, of what it sees; None: all."""
+    layer: Scalar | None = None
+    """Layer whose KV heads are meant, of a cache that holds those of `layers`, one after the other; None: of one."""
+    layers: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def pattern(self) -> str:
@@ -113,6 +117,22 @@ class Window:
         """`mask` of the slots below `live`; slot 0 stays, so that no row is left without a key."""
         slots = jnp.arange(capacity)
         return self.mask(width, slots) & (slots < jnp.maximum(self.live, 1))
+
+    def of_layer(self, cache: LayerCache) -> tuple[Array, Array]:
+        """The keys and values of the window's layer; a copy, where the cache holds others."""
+        if self.layer is None:
+            return cache
+        heads = cache[0].shape[1] // self.layers
+        k, v = (jax.lax.dynamic_slice_in_dim(part, self.layer * heads, heads, axis=1) for part in cache)
+        return k, v
+
+    def with_layer(self, cache: LayerCache, written: tuple[Array, Array]) -> tuple[Array, Array]:
+        """The cache with other keys and values of the window's layer."""
+        if self.layer is None:
+            return written
+        place = self.layer * written[0].shape[1]
+        k, v = (jax.lax.dynamic_update_slice_in_dim(*parts, place, axis=1) for parts in zip(cache, written))
+        return k, v
 
     def part(self, rows: slice) -> Window:
         """The window of some of its rows: whole groups, where it has groups."""
@@ -174,6 +194,7 @@ class AttentionCase:
     def of(cls, heads: int, width: int, cache: LayerCache, window: Window) -> AttentionCase:
         """The case of one pass: `width` rows of `heads` query heads."""
         _, kv_heads, capacity, head_dim = cache[0].shape
+        kv_heads //= window.layers
         copies = 1 if window.seen is None else window.seen.shape[1]
         sizes = {"heads": heads, "kv_heads": kv_heads, "capacity": capacity, "width": width}
         return cls(cache[0].dtype, head_dim, **sizes, pattern=window.pattern, copies=copies)

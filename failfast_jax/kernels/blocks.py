@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Shaped
 
 TILE, INPUTS = 16, 32
@@ -176,6 +177,27 @@ class TiledMatrix(BlockMatrix):
         return self.stored().dequantized()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TiledLayer:
+    """A layer's matrix, not copied from those of all layers; as an array, `matrix[...]` is itself.
+
+    Attributes:
+      stack: `[layers, *L, O, I]`.
+      index: the layer.
+    """
+
+    stack: TiledMatrix
+    index: Int[ArrayLike, ""]
+
+    def __getitem__(self, _: Any) -> TiledLayer:
+        return self
+
+    def dequantized(self) -> Float[Array, "*L O I"]:
+        """The numbers, in float32."""
+        return self.stack.with_arrays(lambda part: part[self.index]).dequantized()
+
+
 @_is_layout("output_axes")
 class TransposedMatrix(BlockMatrix):
     """A matrix as XLA multiplies by it, best on accelerators: its outputs are one axis, the last.
@@ -291,9 +313,9 @@ def transpose(matrix: StoredMatrix, *, in_pairs: bool = True, in_words: bool = F
     return TransposedMatrix(codes, **matrix.scales(turned), bits=matrix.bits, output_axes=matrix.ndim - 1)
 
 
-def as_array(matrix: Float[Array, "*S"] | BlockMatrix) -> Float[Array, "*S"]:
+def as_array(matrix: Float[Array, "*S"] | BlockMatrix | TiledLayer) -> Float[Array, "*S"]:
     """A matrix as an array: dequantised, if it is in blocks; a transposed one as `[O, I]`, its shape."""
-    return matrix.dequantized() if isinstance(matrix, BlockMatrix) else matrix
+    return matrix.dequantized() if isinstance(matrix, BlockMatrix | TiledLayer) else matrix
 
 
 def unify_forms(matrices: list[StoredMatrix]) -> list[StoredMatrix]:

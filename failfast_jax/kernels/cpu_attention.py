@@ -37,6 +37,7 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     k_cache, v_cache = cache
     batch, width, heads, head_dim = q.shape
     cache_batch, kv_heads, capacity, cache_head_dim = k_cache.shape
+    kv_heads, layer = kv_heads // window.layers, jnp.int32(0 if window.layer is None else window.layer)
     reason = refuses(AttentionCase.of(heads, width, cache, window))
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         reason = reason or "keys and values differ in shape or dtype"
@@ -53,7 +54,7 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     call = cpu_kernels.call(f"attention_{k_cache.dtype}", *results, head_dim=head_dim)
     first, last = (slots.astype(jnp.int32) for slots in (window.first(width), window.last(width)))
     live = jnp.minimum(window.live, capacity).astype(jnp.int32)
-    out, _ = call(q.astype(jnp.float32), k_cache, v_cache, first, last, live)
+    out, _ = call(q.astype(jnp.float32), k_cache, v_cache, first, last, live, layer)
     return out.astype(q.dtype)
 
 
@@ -66,13 +67,14 @@ def rotate_and_write(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window:
     batch, width, kv_heads, members, head_dim = qkv.shape
     if head_dim % ROTATED or not qkv.dtype == cache[0].dtype == cache[1].dtype == jnp.float32:
         return plain_attention.rotate_and_write(qkv, cache, window)
-    shape = (batch, kv_heads, max(width, cache[0].shape[2]), head_dim)
+    shape = (batch, kv_heads * window.layers, max(width, cache[0].shape[2]), head_dim)
     if any(x.shape != shape for x in cache):
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (qkv, *cache))
         raise ValueError(f"rotation of {shapes}: wants caches [B, K, S, H] of at least W positions")
     tables = [jnp.broadcast_to(table, (batch, width, 1, head_dim // 2)) for table in (window.cos, window.sin)]
     shapes = ((batch, width, kv_heads * (members - 2), head_dim), cache[0].shape, cache[1].shape)
     results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    call = cpu_kernels.call("rotate", *results, aliases={4: 1, 5: 2}, head_dim=head_dim)
-    q, *cache = call(qkv, *tables, window.start.astype(jnp.int32), *cache)
+    call = cpu_kernels.call("rotate", *results, aliases={5: 1, 6: 2}, head_dim=head_dim)
+    layer = jnp.int32(0 if window.layer is None else window.layer)
+    q, *cache = call(qkv, *tables, window.start.astype(jnp.int32), layer, *cache)
     return q, tuple(cache)

@@ -7,6 +7,7 @@ weights are widened in registers: there is no widened copy. A row's bits do not 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from failfast_jax.kernels import cpu_kernels
-from failfast_jax.kernels.blocks import INPUTS, TILE, BlockMatrix, TiledMatrix
+from failfast_jax.kernels.blocks import INPUTS, TILE, BlockMatrix, TiledLayer, TiledMatrix
 
 
 def refusal(inputs: int, matrix: BlockMatrix | None = None) -> str | None:
@@ -39,7 +40,7 @@ def refusal(inputs: int, matrix: BlockMatrix | None = None) -> str | None:
 
 
 @jax.custom_jvp
-def product(rows: Float[Array, "R I"], blocks: TiledMatrix) -> Float[Array, "R O"]:
+def product(rows: Float[Array, "R I"], blocks: TiledMatrix | TiledLayer) -> Float[Array, "R O"]:
     """`rows @ weight.T` in float32, by `blocks.activations`; leading axes of the matrix are outputs, too.
 
     Args:
@@ -48,27 +49,31 @@ def product(rows: Float[Array, "R I"], blocks: TiledMatrix) -> Float[Array, "R O
     Raises:
       ValueError: the kernel would read outside its arrays.
     """
-    *leading, outputs, inputs = blocks.shape
+    layer = blocks if isinstance(blocks, TiledLayer) else TiledLayer(blocks.with_arrays(lambda part: part[None]), 0)
+    blocks = layer.stack
+    layers, *leading, outputs, inputs = blocks.shape
     if rows.dtype != jnp.float32 or rows.shape[1:] != (inputs,):
-        raise ValueError(f"product of {rows.dtype}{list(rows.shape)} by blocks {list(blocks.shape)}: wants float32")
+        raise ValueError(
+            f"product of {rows.dtype}{list(rows.shape)} by blocks {[*leading, outputs, inputs]}: wants float32"
+        )
     if reason := refusal(inputs, blocks):
-        raise ValueError(f"product by blocks {list(blocks.shape)}: {reason}")
+        raise ValueError(f"product by blocks {[*leading, outputs, inputs]}: {reason}")
     padded = outputs + blocks.padding
     y = jax.ShapeDtypeStruct((rows.shape[0], math.prod(leading) * padded), jnp.float32)
     room = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 52,), jnp.uint8)
-    empty = np.zeros((0, 1, TILE), np.float16)
-    flat = blocks.with_arrays(lambda part: part.reshape(-1, *part.shape[-2:]))
+    empty = np.zeros((1, 0, 1, TILE), np.float16)
+    flat = blocks.with_arrays(lambda part: part.reshape(layers, -1, *part.shape[-2:]))
     parts = [empty if part is None else part for part in (flat.minimum, flat.outer_scale, flat.outer_minimum)]
     constants = {"code_bits": blocks.bits, "group": blocks.group, "has_minimum": int(blocks.minimum is not None)}
     if blocks.outer_scale is not None:
         constants["outer"] = inputs // blocks.outer_scale.shape[-2]
     call = cpu_kernels.call(f"blocks_{blocks.activations}", y, room, **constants)
-    result = call(rows, flat.codes, flat.scale, *parts)[0]
+    result = call(rows, jnp.int32(layer.index), flat.codes, flat.scale, *parts)[0]
     return result.reshape(-1, *leading, padded)[..., :outputs].reshape(rows.shape[0], -1)
 
 
 @product.defjvp
-def _product_jvp(arguments: tuple[Array, TiledMatrix], changes: tuple[Array, TiledMatrix]) -> tuple[Array, Array]:
+def _product_jvp(arguments: tuple[Array, Any], changes: tuple[Array, Any]) -> tuple[Array, Array]:
     (rows, blocks), (of_rows, _) = arguments, changes  # the matrix does not change
     weight = blocks.dequantized()
     return product(rows, blocks), of_rows @ weight.reshape(-1, weight.shape[-1]).T

@@ -511,11 +511,12 @@ enum {
 #define HIDDEN -1e30f  // the score of a slot that a row does not see
 typedef struct {
   const float *q;             // [batch, width, KV heads, group, head_dim]: the query heads of a KV head are rows of it
-  const void *k, *v;          // [pairs, capacity, head_dim]
+  const void *k, *v;          // [batch, stored, capacity, head_dim]
   const int32_t *first, *last;  // [batch, width]: the first and the last slot that a row sees
   float *parts;               // [splits, pairs, rows, head_dim + 2]: the sums of a row, see Block
   long pairs;                 // batch x KV heads
-  long heads;                 // KV heads
+  long heads, stored;         // KV heads, and those of the cache, which may hold several layers
+  long skipped;               // KV heads of the layers before
   long shared;                // query heads of a KV head
   long rows, capacity;        // rows: width x shared
   long live;                  // slots in use
@@ -534,6 +535,11 @@ typedef struct {
 INLINE long query(const Attention *a, long pair, long row) {
   const long position = pair / a->heads * (a->rows / a->shared) + row / a->shared;
   return ((position * a->heads + pair % a->heads) * a->shared + row % a->shared) * head_dim;
+}
+
+// Offset in the caches of a slot of a pair.
+INLINE long cached(const Attention *a, long pair, long slot) {
+  return ((pair / a->heads * a->stored + a->skipped + pair % a->heads) * a->capacity + slot) * head_dim;
 }
 
 // Scores of `rows` queries with the keys of all slots, SLOTS at a time.
@@ -640,7 +646,7 @@ INLINE void attend_block(long piece, const Attention *a, Type type) {
     }
     for (long place = most(from, low & -(long)CHUNK); place < least(until, high + 1); place += CHUNK) {
       const long needed = (least(until, high + 1) - place + STEP - 1) & -(long)STEP;
-      const long at = (pair * a->capacity + place) * head_dim, slots = least(least(needed, CHUNK), a->capacity - place);
+      const long at = cached(a, pair, place), slots = least(least(needed, CHUNK), a->capacity - place);
       attend_chunk(&b, element(a->k, at, type), element(a->v, at, type), place, slots, type);
     }
   }
@@ -676,9 +682,10 @@ typedef struct {
   const float *cos, *sin;  // [batch, width, head_dim / 2]; head_dim is a multiple of 32
   const int32_t *start;    // [batch]: the slot of a sequence's first row
   float *q;                // [batch, width, KV heads, shared, head_dim]
-  float *k, *v;            // [batch, KV heads, capacity, head_dim]
+  float *k, *v;            // [batch, stored, capacity, head_dim]
   long rows, width;        // rows: batch x width
   long kv_heads, shared, capacity;
+  long stored, skipped;    // KV heads of the caches, see Attention
 } Rotation;
 
 // Rotates pairs a, b of a head's two halves: a * cos - b * sin, b * cos + a * sin.
@@ -704,7 +711,8 @@ NOINLINE void rotate_rows(long piece, const void *values) {
       for (long i = 0; i < r->shared; i++) rotate_head(x + i * head_dim, cos, sin, q + i * head_dim);
       rotate_head(x + r->shared * head_dim, cos, sin, key);
       const float *value = x + (r->shared + 1) * head_dim;
-      const long slot = ((batch * r->kv_heads + head) * r->capacity + start + row % r->width) * head_dim;
+      const long stored = batch * r->stored + r->skipped + head;
+      const long slot = (stored * r->capacity + start + row % r->width) * head_dim;
       for (long at = 0; at < head_dim; at += LANES) {
         const floats k = load(key + at, FLOAT32), v = load(value + at, FLOAT32);
         const integers finite = v - v == 0.0f;
@@ -772,11 +780,12 @@ INLINE XLA_FFI_Error *product(XLA_FFI_CallFrame *frame, Work *work) {
 }
 
 // attention(q: [batch, width, heads, head_dim] float32, k, v: [batch, KV heads, capacity, head_dim],
-//           first, last: [batch, width] int32, live: int32) -> like q, parts: see Attention
+//           first, last: [batch, width] int32, live, layer: int32) -> like q, parts: see Attention
 INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *parts = result(frame, 1);
-  const long live = *(const int32_t *)argument(frame, 5)->data, shared = q->dims[2] / k->dims[1];
+  const long live = *(const int32_t *)argument(frame, 5)->data, layer = *(const int32_t *)argument(frame, 6)->data;
+  const long pairs = parts->dims[1], heads = pairs / k->dims[0], shared = q->dims[2] / heads;
   const long rows = q->dims[1] * shared, block = rows > BLOCK ? BLOCK : SMALL_BLOCK;
   const Attention a = {
       .q = q->data,
@@ -785,8 +794,10 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
       .first = argument(frame, 3)->data,
       .last = argument(frame, 4)->data,
       .parts = parts->data,
-      .pairs = k->dims[0] * k->dims[1],
-      .heads = k->dims[1],
+      .pairs = pairs,
+      .heads = heads,
+      .stored = k->dims[1],
+      .skipped = layer * heads,
       .shared = shared,
       .rows = rows,
       .capacity = k->dims[2],
@@ -801,14 +812,17 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
 }
 
 // rotate(heads: [batch, width, KV heads, shared + 2, head_dim] float32, cos, sin: [batch, width, 1, head_dim / 2],
-//        start: [batch] int32, caches k and v: float32) -> q: [batch, width, heads, head_dim], and both caches in place
+//        start: [batch] int32, layer: int32, caches k and v: float32) -> q: [batch, width, heads, head_dim], and both
+//        caches in place
 XLA_FFI_Error *failfast_rotate(XLA_FFI_CallFrame *frame) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *heads = argument(frame, 0), *k = result(frame, 1);
   const float *cos = argument(frame, 1)->data, *sin = argument(frame, 2)->data;
   const int64_t *size = heads->dims;
+  const long layer = *(const int32_t *)argument(frame, 4)->data;
   const Rotation r = {heads->data, cos, sin, argument(frame, 3)->data, result(frame, 0)->data, k->data,
-                      result(frame, 2)->data, size[0] * size[1], size[1], size[2], size[3] - 2, k->dims[2]};
+                      result(frame, 2)->data, size[0] * size[1], size[1], size[2], size[3] - 2, k->dims[2], k->dims[1],
+                      layer * size[2]};
   parallel_for(frame, (r.rows + ROTATED_AT_ONCE - 1) / ROTATED_AT_ONCE, rotate_rows, &r);
   return NULL;
 }
@@ -842,12 +856,19 @@ XLA_FFI_Error *failfast_rms_norm(XLA_FFI_CallFrame *frame) {
 PRODUCT(float32, FLOAT32) PRODUCT(bfloat16, BFLOAT16) PRODUCT(float16, FLOAT16)
 ATTENTION(float32, FLOAT32) ATTENTION(bfloat16, BFLOAT16) ATTENTION(float16, FLOAT16)
 
-// blocks(x: [rows, inputs] float32, codes, scale, minimum, outer_scale, outer_minimum: see Blocks; empty, what a weight
-//        does not have) -> [rows, outputs] float32, and room for rounded rows
+// What an array [layers, ...] of numbers of some bytes holds of a layer.
+INLINE const void *of_layer(XLA_FFI_Buffer *array, long layer, long bytes) {
+  for (long axis = 1; axis < array->rank; axis++) bytes *= array->dims[axis];
+  return (const char *)array->data + layer * bytes;
+}
+
+// blocks(x: [rows, inputs] float32, layer: int32, codes, scale, minimum, outer_scale, outer_minimum: [layers, ...], see
+//        Blocks; empty, what a weight does not have) -> [rows, outputs] float32, and room for rounded rows
 INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int rounded) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *x = argument(frame, 0), *y = result(frame, 0);
   const long rows = x->dims[0], inputs = x->dims[1], blocks = rows * inputs / INPUTS;
+  const long layer = *(const int32_t *)argument(frame, 1)->data, scale_bytes = bytes_of(outer ? INT8 : FLOAT16);
   char *room = result(frame, 1)->data;
   const Blocks p = {
       .x = x->data,
@@ -855,11 +876,11 @@ INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int ro
       .row_sum = (int32_t *)(room + blocks * 4),
       .row_shift = (float *)(room + blocks * 12),
       .rounded = (int8_t *)(room + blocks * 20),
-      .codes = argument(frame, 1)->data,
-      .scale = argument(frame, 2)->data,
-      .minimum = argument(frame, 3)->data,
-      .outer_scale = argument(frame, 4)->data,
-      .outer_minimum = argument(frame, 5)->data,
+      .codes = of_layer(argument(frame, 2), layer, 1),
+      .scale = of_layer(argument(frame, 3), layer, scale_bytes),
+      .minimum = of_layer(argument(frame, 4), layer, scale_bytes),
+      .outer_scale = of_layer(argument(frame, 5), layer, bytes_of(FLOAT16)),
+      .outer_minimum = of_layer(argument(frame, 6), layer, bytes_of(FLOAT16)),
       .y = y->data,
       .rows = rows,
       .inputs = inputs,

@@ -1,5 +1,5 @@
 
-%struct.Rotation = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64 }
+%struct.Rotation = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64 }
 %struct.XLA_FFI_Buffer = type { i64, ptr, i32, ptr, i64, ptr }
 %struct.XLA_FFI_CallFrame = type { i64, ptr, ptr, ptr, i32, %struct.XLA_FFI_Args, %struct.XLA_FFI_Rets, %struct.XLA_FFI_Attrs, ptr }
 %struct.XLA_FFI_Args = type { i64, ptr, i64, ptr, ptr }
@@ -17,16 +17,16 @@
 %struct.Rows = type { ptr, ptr, i64 }
 %struct.Norm = type { ptr, ptr, ptr, float, i64, i64 }
 %struct.Product = type { ptr, ptr, ptr, i64, i64, i64 }
-%struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64, i64, i64 }
+%struct.Attention = type { ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64 }
 %struct.Blocks = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64, i64 }
 %struct.XLA_FFI_Error_Destroy_Args = type { i64, ptr, ptr }
 %struct.Block = type { ptr, ptr, [16 x i32], [16 x i32], i64 }
 
 @head_dim = external constant i64, align 8
+@outer = external constant i64, align 8
 @group = external constant i64, align 8
 @code_bits = external constant i64, align 8
 @has_minimum = external constant i64, align 8
-@outer = external constant i64, align 8
 
 define ptr @failfast_rotate(ptr noundef %0) #0 {
   %2 = alloca ptr, align 8
@@ -36,117 +36,139 @@ define ptr @failfast_rotate(ptr noundef %0) #0 {
   %6 = alloca ptr, align 8
   %7 = alloca ptr, align 8
   %8 = alloca ptr, align 8
-  %9 = alloca %struct.Rotation, align 8
+  %9 = alloca i64, align 8
+  %10 = alloca %struct.Rotation, align 8
   store ptr %0, ptr %3, align 8
-  %10 = load ptr, ptr %3, align 8
-  %11 = call i32 @is_registration(ptr noundef %10)
-  %12 = icmp ne i32 %11, 0
-  br i1 %12, label %13, label %14
-
-13:
-  store ptr null, ptr %2, align 8
-  br label %90
+  %11 = load ptr, ptr %3, align 8
+  %12 = call i32 @is_registration(ptr noundef %11)
+  %13 = icmp ne i32 %12, 0
+  br i1 %13, label %14, label %15
 
 14:
-  %15 = load ptr, ptr %3, align 8
-  %16 = call ptr @argument(ptr noundef %15, i64 noundef 0)
-  store ptr %16, ptr %4, align 8
-  %17 = load ptr, ptr %3, align 8
-  %18 = call ptr @result(ptr noundef %17, i64 noundef 1)
-  store ptr %18, ptr %5, align 8
-  %19 = load ptr, ptr %3, align 8
-  %20 = call ptr @argument(ptr noundef %19, i64 noundef 1)
-  %21 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %20, i32 0, i32 3
-  %22 = load ptr, ptr %21, align 8
-  store ptr %22, ptr %6, align 8
-  %23 = load ptr, ptr %3, align 8
-  %24 = call ptr @argument(ptr noundef %23, i64 noundef 2)
-  %25 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %24, i32 0, i32 3
-  %26 = load ptr, ptr %25, align 8
-  store ptr %26, ptr %7, align 8
-  %27 = load ptr, ptr %4, align 8
-  %28 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %27, i32 0, i32 5
-  %29 = load ptr, ptr %28, align 8
-  store ptr %29, ptr %8, align 8
-  %30 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 0
-  %31 = load ptr, ptr %4, align 8
-  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %31, i32 0, i32 3
-  %33 = load ptr, ptr %32, align 8
-  store ptr %33, ptr %30, align 8
-  %34 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 1
-  %35 = load ptr, ptr %6, align 8
-  store ptr %35, ptr %34, align 8
-  %36 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 2
-  %37 = load ptr, ptr %7, align 8
-  store ptr %37, ptr %36, align 8
-  %38 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 3
-  %39 = load ptr, ptr %3, align 8
-  %40 = call ptr @argument(ptr noundef %39, i64 noundef 3)
-  %41 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %40, i32 0, i32 3
-  %42 = load ptr, ptr %41, align 8
-  store ptr %42, ptr %38, align 8
-  %43 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 4
-  %44 = load ptr, ptr %3, align 8
-  %45 = call ptr @result(ptr noundef %44, i64 noundef 0)
-  %46 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %45, i32 0, i32 3
-  %47 = load ptr, ptr %46, align 8
-  store ptr %47, ptr %43, align 8
-  %48 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 5
-  %49 = load ptr, ptr %5, align 8
-  %50 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %49, i32 0, i32 3
-  %51 = load ptr, ptr %50, align 8
-  store ptr %51, ptr %48, align 8
-  %52 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 6
-  %53 = load ptr, ptr %3, align 8
-  %54 = call ptr @result(ptr noundef %53, i64 noundef 2)
-  %55 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %54, i32 0, i32 3
-  %56 = load ptr, ptr %55, align 8
-  store ptr %56, ptr %52, align 8
-  %57 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 7
-  %58 = load ptr, ptr %8, align 8
-  %59 = getelementptr inbounds i64, ptr %58, i64 0
-  %60 = load i64, ptr %59, align 8
-  %61 = load ptr, ptr %8, align 8
-  %62 = getelementptr inbounds i64, ptr %61, i64 1
-  %63 = load i64, ptr %62, align 8
-  %64 = mul nsw i64 %60, %63
-  store i64 %64, ptr %57, align 8
-  %65 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 8
-  %66 = load ptr, ptr %8, align 8
-  %67 = getelementptr inbounds i64, ptr %66, i64 1
-  %68 = load i64, ptr %67, align 8
-  store i64 %68, ptr %65, align 8
-  %69 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 9
-  %70 = load ptr, ptr %8, align 8
-  %71 = getelementptr inbounds i64, ptr %70, i64 2
-  %72 = load i64, ptr %71, align 8
-  store i64 %72, ptr %69, align 8
-  %73 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 10
-  %74 = load ptr, ptr %8, align 8
-  %75 = getelementptr inbounds i64, ptr %74, i64 3
-  %76 = load i64, ptr %75, align 8
-  %77 = sub nsw i64 %76, 2
-  store i64 %77, ptr %73, align 8
-  %78 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 11
-  %79 = load ptr, ptr %5, align 8
-  %80 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %79, i32 0, i32 5
-  %81 = load ptr, ptr %80, align 8
-  %82 = getelementptr inbounds i64, ptr %81, i64 2
-  %83 = load i64, ptr %82, align 8
-  store i64 %83, ptr %78, align 8
-  %84 = load ptr, ptr %3, align 8
-  %85 = getelementptr inbounds nuw %struct.Rotation, ptr %9, i32 0, i32 7
-  %86 = load i64, ptr %85, align 8
-  %87 = add nsw i64 %86, 8
-  %88 = sub nsw i64 %87, 1
-  %89 = sdiv i64 %88, 8
-  call void @parallel_for(ptr noundef %84, i64 noundef %89, ptr noundef @rotate_rows, ptr noundef %9)
   store ptr null, ptr %2, align 8
-  br label %90
+  br label %109
 
-90:
-  %91 = load ptr, ptr %2, align 8
-  ret ptr %91
+15:
+  %16 = load ptr, ptr %3, align 8
+  %17 = call ptr @argument(ptr noundef %16, i64 noundef 0)
+  store ptr %17, ptr %4, align 8
+  %18 = load ptr, ptr %3, align 8
+  %19 = call ptr @result(ptr noundef %18, i64 noundef 1)
+  store ptr %19, ptr %5, align 8
+  %20 = load ptr, ptr %3, align 8
+  %21 = call ptr @argument(ptr noundef %20, i64 noundef 1)
+  %22 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %21, i32 0, i32 3
+  %23 = load ptr, ptr %22, align 8
+  store ptr %23, ptr %6, align 8
+  %24 = load ptr, ptr %3, align 8
+  %25 = call ptr @argument(ptr noundef %24, i64 noundef 2)
+  %26 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %25, i32 0, i32 3
+  %27 = load ptr, ptr %26, align 8
+  store ptr %27, ptr %7, align 8
+  %28 = load ptr, ptr %4, align 8
+  %29 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %28, i32 0, i32 5
+  %30 = load ptr, ptr %29, align 8
+  store ptr %30, ptr %8, align 8
+  %31 = load ptr, ptr %3, align 8
+  %32 = call ptr @argument(ptr noundef %31, i64 noundef 4)
+  %33 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %32, i32 0, i32 3
+  %34 = load ptr, ptr %33, align 8
+  %35 = load i32, ptr %34, align 4
+  %36 = sext i32 %35 to i64
+  store i64 %36, ptr %9, align 8
+  %37 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 0
+  %38 = load ptr, ptr %4, align 8
+  %39 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %38, i32 0, i32 3
+  %40 = load ptr, ptr %39, align 8
+  store ptr %40, ptr %37, align 8
+  %41 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 1
+  %42 = load ptr, ptr %6, align 8
+  store ptr %42, ptr %41, align 8
+  %43 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 2
+  %44 = load ptr, ptr %7, align 8
+  store ptr %44, ptr %43, align 8
+  %45 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 3
+  %46 = load ptr, ptr %3, align 8
+  %47 = call ptr @argument(ptr noundef %46, i64 noundef 3)
+  %48 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %47, i32 0, i32 3
+  %49 = load ptr, ptr %48, align 8
+  store ptr %49, ptr %45, align 8
+  %50 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 4
+  %51 = load ptr, ptr %3, align 8
+  %52 = call ptr @result(ptr noundef %51, i64 noundef 0)
+  %53 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %52, i32 0, i32 3
+  %54 = load ptr, ptr %53, align 8
+  store ptr %54, ptr %50, align 8
+  %55 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 5
+  %56 = load ptr, ptr %5, align 8
+  %57 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %56, i32 0, i32 3
+  %58 = load ptr, ptr %57, align 8
+  store ptr %58, ptr %55, align 8
+  %59 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 6
+  %60 = load ptr, ptr %3, align 8
+  %61 = call ptr @result(ptr noundef %60, i64 noundef 2)
+  %62 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %61, i32 0, i32 3
+  %63 = load ptr, ptr %62, align 8
+  store ptr %63, ptr %59, align 8
+  %64 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 7
+  %65 = load ptr, ptr %8, align 8
+  %66 = getelementptr inbounds i64, ptr %65, i64 0
+  %67 = load i64, ptr %66, align 8
+  %68 = load ptr, ptr %8, align 8
+  %69 = getelementptr inbounds i64, ptr %68, i64 1
+  %70 = load i64, ptr %69, align 8
+  %71 = mul nsw i64 %67, %70
+  store i64 %71, ptr %64, align 8
+  %72 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 8
+  %73 = load ptr, ptr %8, align 8
+  %74 = getelementptr inbounds i64, ptr %73, i64 1
+  %75 = load i64, ptr %74, align 8
+  store i64 %75, ptr %72, align 8
+  %76 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 9
+  %77 = load ptr, ptr %8, align 8
+  %78 = getelementptr inbounds i64, ptr %77, i64 2
+  %79 = load i64, ptr %78, align 8
+  store i64 %79, ptr %76, align 8
+  %80 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 10
+  %81 = load ptr, ptr %8, align 8
+  %82 = getelementptr inbounds i64, ptr %81, i64 3
+  %83 = load i64, ptr %82, align 8
+  %84 = sub nsw i64 %83, 2
+  store i64 %84, ptr %80, align 8
+  %85 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 11
+  %86 = load ptr, ptr %5, align 8
+  %87 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %86, i32 0, i32 5
+  %88 = load ptr, ptr %87, align 8
+  %89 = getelementptr inbounds i64, ptr %88, i64 2
+  %90 = load i64, ptr %89, align 8
+  store i64 %90, ptr %85, align 8
+  %91 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 12
+  %92 = load ptr, ptr %5, align 8
+  %93 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %92, i32 0, i32 5
+  %94 = load ptr, ptr %93, align 8
+  %95 = getelementptr inbounds i64, ptr %94, i64 1
+  %96 = load i64, ptr %95, align 8
+  store i64 %96, ptr %91, align 8
+  %97 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 13
+  %98 = load i64, ptr %9, align 8
+  %99 = load ptr, ptr %8, align 8
+  %100 = getelementptr inbounds i64, ptr %99, i64 2
+  %101 = load i64, ptr %100, align 8
+  %102 = mul nsw i64 %98, %101
+  store i64 %102, ptr %97, align 8
+  %103 = load ptr, ptr %3, align 8
+  %104 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 7
+  %105 = load i64, ptr %104, align 8
+  %106 = add nsw i64 %105, 8
+  %107 = sub nsw i64 %106, 1
+  %108 = sdiv i64 %107, 8
+  call void @parallel_for(ptr noundef %103, i64 noundef %108, ptr noundef @rotate_rows, ptr noundef %10)
+  store ptr null, ptr %2, align 8
+  br label %109
+
+109:
+  %110 = load ptr, ptr %2, align 8
+  ret ptr %110
 }
 
 define internal i32 @is_registration(ptr noundef %0) #1 {
@@ -467,301 +489,308 @@ define internal void @rotate_rows(i64 noundef %0, ptr noundef %1) #3 {
   %18 = alloca ptr, align 8
   %19 = alloca i64, align 8
   %20 = alloca i64, align 8
-  %21 = alloca <4 x float>, align 16
+  %21 = alloca i64, align 8
   %22 = alloca <4 x float>, align 16
-  %23 = alloca <4 x i32>, align 16
+  %23 = alloca <4 x float>, align 16
+  %24 = alloca <4 x i32>, align 16
   store i64 %0, ptr %3, align 8
   store ptr %1, ptr %4, align 8
-  %24 = load ptr, ptr %4, align 8
-  store ptr %24, ptr %5, align 8
-  %25 = load i64, ptr @head_dim, align 8
-  %26 = call ptr @llvm.stacksave.p0()
-  store ptr %26, ptr %6, align 8
-  %27 = alloca float, i64 %25, align 16
-  store i64 %25, ptr %7, align 8
-  %28 = load i64, ptr %3, align 8
-  %29 = mul nsw i64 %28, 8
-  store i64 %29, ptr %8, align 8
-  br label %30
+  %25 = load ptr, ptr %4, align 8
+  store ptr %25, ptr %5, align 8
+  %26 = load i64, ptr @head_dim, align 8
+  %27 = call ptr @llvm.stacksave.p0()
+  store ptr %27, ptr %6, align 8
+  %28 = alloca float, i64 %26, align 16
+  store i64 %26, ptr %7, align 8
+  %29 = load i64, ptr %3, align 8
+  %30 = mul nsw i64 %29, 8
+  store i64 %30, ptr %8, align 8
+  br label %31
 
-30:
-  %31 = load i64, ptr %8, align 8
-  %32 = load i64, ptr %3, align 8
-  %33 = add nsw i64 %32, 1
-  %34 = mul nsw i64 %33, 8
-  %35 = load ptr, ptr %5, align 8
-  %36 = getelementptr inbounds nuw %struct.Rotation, ptr %35, i32 0, i32 7
-  %37 = load i64, ptr %36, align 8
-  %38 = call i64 @least(i64 noundef %34, i64 noundef %37)
-  %39 = icmp slt i64 %31, %38
-  br i1 %39, label %41, label %40
-
-40:
-  store i32 2, ptr %9, align 4
-  br label %241
+31:
+  %32 = load i64, ptr %8, align 8
+  %33 = load i64, ptr %3, align 8
+  %34 = add nsw i64 %33, 1
+  %35 = mul nsw i64 %34, 8
+  %36 = load ptr, ptr %5, align 8
+  %37 = getelementptr inbounds nuw %struct.Rotation, ptr %36, i32 0, i32 7
+  %38 = load i64, ptr %37, align 8
+  %39 = call i64 @least(i64 noundef %35, i64 noundef %38)
+  %40 = icmp slt i64 %32, %39
+  br i1 %40, label %42, label %41
 
 41:
-  %42 = load i64, ptr %8, align 8
-  %43 = load ptr, ptr %5, align 8
-  %44 = getelementptr inbounds nuw %struct.Rotation, ptr %43, i32 0, i32 8
-  %45 = load i64, ptr %44, align 8
-  %46 = sdiv i64 %42, %45
-  store i64 %46, ptr %10, align 8
-  %47 = load ptr, ptr %5, align 8
-  %48 = getelementptr inbounds nuw %struct.Rotation, ptr %47, i32 0, i32 3
-  %49 = load ptr, ptr %48, align 8
-  %50 = load i64, ptr %10, align 8
-  %51 = getelementptr inbounds i32, ptr %49, i64 %50
-  %52 = load i32, ptr %51, align 4
-  %53 = sext i32 %52 to i64
-  %54 = load ptr, ptr %5, align 8
-  %55 = getelementptr inbounds nuw %struct.Rotation, ptr %54, i32 0, i32 11
-  %56 = load i64, ptr %55, align 8
-  %57 = load ptr, ptr %5, align 8
-  %58 = getelementptr inbounds nuw %struct.Rotation, ptr %57, i32 0, i32 8
-  %59 = load i64, ptr %58, align 8
-  %60 = sub nsw i64 %56, %59
-  %61 = call i64 @least(i64 noundef %53, i64 noundef %60)
-  %62 = call i64 @most(i64 noundef %61, i64 noundef 0)
-  store i64 %62, ptr %11, align 8
-  %63 = load ptr, ptr %5, align 8
-  %64 = getelementptr inbounds nuw %struct.Rotation, ptr %63, i32 0, i32 1
-  %65 = load ptr, ptr %64, align 8
-  %66 = load i64, ptr %8, align 8
-  %67 = load i64, ptr @head_dim, align 8
-  %68 = sdiv i64 %67, 2
-  %69 = mul nsw i64 %66, %68
-  %70 = getelementptr inbounds float, ptr %65, i64 %69
-  store ptr %70, ptr %12, align 8
-  %71 = load ptr, ptr %5, align 8
-  %72 = getelementptr inbounds nuw %struct.Rotation, ptr %71, i32 0, i32 2
-  %73 = load ptr, ptr %72, align 8
-  %74 = load i64, ptr %8, align 8
-  %75 = load i64, ptr @head_dim, align 8
-  %76 = sdiv i64 %75, 2
-  %77 = mul nsw i64 %74, %76
-  %78 = getelementptr inbounds float, ptr %73, i64 %77
-  store ptr %78, ptr %13, align 8
+  store i32 2, ptr %9, align 4
+  br label %247
+
+42:
+  %43 = load i64, ptr %8, align 8
+  %44 = load ptr, ptr %5, align 8
+  %45 = getelementptr inbounds nuw %struct.Rotation, ptr %44, i32 0, i32 8
+  %46 = load i64, ptr %45, align 8
+  %47 = sdiv i64 %43, %46
+  store i64 %47, ptr %10, align 8
+  %48 = load ptr, ptr %5, align 8
+  %49 = getelementptr inbounds nuw %struct.Rotation, ptr %48, i32 0, i32 3
+  %50 = load ptr, ptr %49, align 8
+  %51 = load i64, ptr %10, align 8
+  %52 = getelementptr inbounds i32, ptr %50, i64 %51
+  %53 = load i32, ptr %52, align 4
+  %54 = sext i32 %53 to i64
+  %55 = load ptr, ptr %5, align 8
+  %56 = getelementptr inbounds nuw %struct.Rotation, ptr %55, i32 0, i32 11
+  %57 = load i64, ptr %56, align 8
+  %58 = load ptr, ptr %5, align 8
+  %59 = getelementptr inbounds nuw %struct.Rotation, ptr %58, i32 0, i32 8
+  %60 = load i64, ptr %59, align 8
+  %61 = sub nsw i64 %57, %60
+  %62 = call i64 @least(i64 noundef %54, i64 noundef %61)
+  %63 = call i64 @most(i64 noundef %62, i64 noundef 0)
+  store i64 %63, ptr %11, align 8
+  %64 = load ptr, ptr %5, align 8
+  %65 = getelementptr inbounds nuw %struct.Rotation, ptr %64, i32 0, i32 1
+  %66 = load ptr, ptr %65, align 8
+  %67 = load i64, ptr %8, align 8
+  %68 = load i64, ptr @head_dim, align 8
+  %69 = sdiv i64 %68, 2
+  %70 = mul nsw i64 %67, %69
+  %71 = getelementptr inbounds float, ptr %66, i64 %70
+  store ptr %71, ptr %12, align 8
+  %72 = load ptr, ptr %5, align 8
+  %73 = getelementptr inbounds nuw %struct.Rotation, ptr %72, i32 0, i32 2
+  %74 = load ptr, ptr %73, align 8
+  %75 = load i64, ptr %8, align 8
+  %76 = load i64, ptr @head_dim, align 8
+  %77 = sdiv i64 %76, 2
+  %78 = mul nsw i64 %75, %77
+  %79 = getelementptr inbounds float, ptr %74, i64 %78
+  store ptr %79, ptr %13, align 8
   store i64 0, ptr %14, align 8
-  br label %79
+  br label %80
 
-79:
-  %80 = load i64, ptr %14, align 8
-  %81 = load ptr, ptr %5, align 8
-  %82 = getelementptr inbounds nuw %struct.Rotation, ptr %81, i32 0, i32 9
-  %83 = load i64, ptr %82, align 8
-  %84 = icmp slt i64 %80, %83
-  br i1 %84, label %86, label %85
-
-85:
-  store i32 5, ptr %9, align 4
-  br label %237
+80:
+  %81 = load i64, ptr %14, align 8
+  %82 = load ptr, ptr %5, align 8
+  %83 = getelementptr inbounds nuw %struct.Rotation, ptr %82, i32 0, i32 9
+  %84 = load i64, ptr %83, align 8
+  %85 = icmp slt i64 %81, %84
+  br i1 %85, label %87, label %86
 
 86:
-  %87 = load ptr, ptr %5, align 8
-  %88 = getelementptr inbounds nuw %struct.Rotation, ptr %87, i32 0, i32 0
-  %89 = load ptr, ptr %88, align 8
-  %90 = load i64, ptr %8, align 8
-  %91 = load ptr, ptr %5, align 8
-  %92 = getelementptr inbounds nuw %struct.Rotation, ptr %91, i32 0, i32 9
-  %93 = load i64, ptr %92, align 8
-  %94 = mul nsw i64 %90, %93
-  %95 = load i64, ptr %14, align 8
-  %96 = add nsw i64 %94, %95
-  %97 = load ptr, ptr %5, align 8
-  %98 = getelementptr inbounds nuw %struct.Rotation, ptr %97, i32 0, i32 10
-  %99 = load i64, ptr %98, align 8
-  %100 = add nsw i64 %99, 2
-  %101 = mul nsw i64 %96, %100
-  %102 = load i64, ptr @head_dim, align 8
-  %103 = mul nsw i64 %101, %102
-  %104 = getelementptr inbounds float, ptr %89, i64 %103
-  store ptr %104, ptr %15, align 8
-  %105 = load ptr, ptr %5, align 8
-  %106 = getelementptr inbounds nuw %struct.Rotation, ptr %105, i32 0, i32 4
-  %107 = load ptr, ptr %106, align 8
-  %108 = load i64, ptr %8, align 8
-  %109 = load ptr, ptr %5, align 8
-  %110 = getelementptr inbounds nuw %struct.Rotation, ptr %109, i32 0, i32 9
-  %111 = load i64, ptr %110, align 8
-  %112 = mul nsw i64 %108, %111
-  %113 = load i64, ptr %14, align 8
-  %114 = add nsw i64 %112, %113
-  %115 = load ptr, ptr %5, align 8
-  %116 = getelementptr inbounds nuw %struct.Rotation, ptr %115, i32 0, i32 10
-  %117 = load i64, ptr %116, align 8
-  %118 = mul nsw i64 %114, %117
-  %119 = load i64, ptr @head_dim, align 8
-  %120 = mul nsw i64 %118, %119
-  %121 = getelementptr inbounds float, ptr %107, i64 %120
-  store ptr %121, ptr %16, align 8
+  store i32 5, ptr %9, align 4
+  br label %243
+
+87:
+  %88 = load ptr, ptr %5, align 8
+  %89 = getelementptr inbounds nuw %struct.Rotation, ptr %88, i32 0, i32 0
+  %90 = load ptr, ptr %89, align 8
+  %91 = load i64, ptr %8, align 8
+  %92 = load ptr, ptr %5, align 8
+  %93 = getelementptr inbounds nuw %struct.Rotation, ptr %92, i32 0, i32 9
+  %94 = load i64, ptr %93, align 8
+  %95 = mul nsw i64 %91, %94
+  %96 = load i64, ptr %14, align 8
+  %97 = add nsw i64 %95, %96
+  %98 = load ptr, ptr %5, align 8
+  %99 = getelementptr inbounds nuw %struct.Rotation, ptr %98, i32 0, i32 10
+  %100 = load i64, ptr %99, align 8
+  %101 = add nsw i64 %100, 2
+  %102 = mul nsw i64 %97, %101
+  %103 = load i64, ptr @head_dim, align 8
+  %104 = mul nsw i64 %102, %103
+  %105 = getelementptr inbounds float, ptr %90, i64 %104
+  store ptr %105, ptr %15, align 8
+  %106 = load ptr, ptr %5, align 8
+  %107 = getelementptr inbounds nuw %struct.Rotation, ptr %106, i32 0, i32 4
+  %108 = load ptr, ptr %107, align 8
+  %109 = load i64, ptr %8, align 8
+  %110 = load ptr, ptr %5, align 8
+  %111 = getelementptr inbounds nuw %struct.Rotation, ptr %110, i32 0, i32 9
+  %112 = load i64, ptr %111, align 8
+  %113 = mul nsw i64 %109, %112
+  %114 = load i64, ptr %14, align 8
+  %115 = add nsw i64 %113, %114
+  %116 = load ptr, ptr %5, align 8
+  %117 = getelementptr inbounds nuw %struct.Rotation, ptr %116, i32 0, i32 10
+  %118 = load i64, ptr %117, align 8
+  %119 = mul nsw i64 %115, %118
+  %120 = load i64, ptr @head_dim, align 8
+  %121 = mul nsw i64 %119, %120
+  %122 = getelementptr inbounds float, ptr %108, i64 %121
+  store ptr %122, ptr %16, align 8
   store i64 0, ptr %17, align 8
-  br label %122
+  br label %123
 
-122:
-  %123 = load i64, ptr %17, align 8
-  %124 = load ptr, ptr %5, align 8
-  %125 = getelementptr inbounds nuw %struct.Rotation, ptr %124, i32 0, i32 10
-  %126 = load i64, ptr %125, align 8
-  %127 = icmp slt i64 %123, %126
-  br i1 %127, label %129, label %128
-
-128:
-  store i32 8, ptr %9, align 4
-  br label %145
+123:
+  %124 = load i64, ptr %17, align 8
+  %125 = load ptr, ptr %5, align 8
+  %126 = getelementptr inbounds nuw %struct.Rotation, ptr %125, i32 0, i32 10
+  %127 = load i64, ptr %126, align 8
+  %128 = icmp slt i64 %124, %127
+  br i1 %128, label %130, label %129
 
 129:
-  %130 = load ptr, ptr %15, align 8
-  %131 = load i64, ptr %17, align 8
-  %132 = load i64, ptr @head_dim, align 8
-  %133 = mul nsw i64 %131, %132
-  %134 = getelementptr inbounds float, ptr %130, i64 %133
-  %135 = load ptr, ptr %12, align 8
-  %136 = load ptr, ptr %13, align 8
-  %137 = load ptr, ptr %16, align 8
-  %138 = load i64, ptr %17, align 8
-  %139 = load i64, ptr @head_dim, align 8
-  %140 = mul nsw i64 %138, %139
-  %141 = getelementptr inbounds float, ptr %137, i64 %140
-  call void @rotate_head(ptr noundef %134, ptr noundef %135, ptr noundef %136, ptr noundef %141)
-  br label %142
+  store i32 8, ptr %9, align 4
+  br label %146
 
-142:
-  %143 = load i64, ptr %17, align 8
-  %144 = add nsw i64 %143, 1
-  store i64 %144, ptr %17, align 8
-  br label %122, !llvm.loop !10
+130:
+  %131 = load ptr, ptr %15, align 8
+  %132 = load i64, ptr %17, align 8
+  %133 = load i64, ptr @head_dim, align 8
+  %134 = mul nsw i64 %132, %133
+  %135 = getelementptr inbounds float, ptr %131, i64 %134
+  %136 = load ptr, ptr %12, align 8
+  %137 = load ptr, ptr %13, align 8
+  %138 = load ptr, ptr %16, align 8
+  %139 = load i64, ptr %17, align 8
+  %140 = load i64, ptr @head_dim, align 8
+  %141 = mul nsw i64 %139, %140
+  %142 = getelementptr inbounds float, ptr %138, i64 %141
+  call void @rotate_head(ptr noundef %135, ptr noundef %136, ptr noundef %137, ptr noundef %142)
+  br label %143
 
-145:
-  %146 = load ptr, ptr %15, align 8
-  %147 = load ptr, ptr %5, align 8
-  %148 = getelementptr inbounds nuw %struct.Rotation, ptr %147, i32 0, i32 10
-  %149 = load i64, ptr %148, align 8
-  %150 = load i64, ptr @head_dim, align 8
-  %151 = mul nsw i64 %149, %150
-  %152 = getelementptr inbounds float, ptr %146, i64 %151
-  %153 = load ptr, ptr %12, align 8
-  %154 = load ptr, ptr %13, align 8
-  call void @rotate_head(ptr noundef %152, ptr noundef %153, ptr noundef %154, ptr noundef %27)
-  %155 = load ptr, ptr %15, align 8
-  %156 = load ptr, ptr %5, align 8
-  %157 = getelementptr inbounds nuw %struct.Rotation, ptr %156, i32 0, i32 10
-  %158 = load i64, ptr %157, align 8
-  %159 = add nsw i64 %158, 1
-  %160 = load i64, ptr @head_dim, align 8
-  %161 = mul nsw i64 %159, %160
-  %162 = getelementptr inbounds float, ptr %155, i64 %161
-  store ptr %162, ptr %18, align 8
-  %163 = load i64, ptr %10, align 8
-  %164 = load ptr, ptr %5, align 8
-  %165 = getelementptr inbounds nuw %struct.Rotation, ptr %164, i32 0, i32 9
-  %166 = load i64, ptr %165, align 8
-  %167 = mul nsw i64 %163, %166
-  %168 = load i64, ptr %14, align 8
-  %169 = add nsw i64 %167, %168
-  %170 = load ptr, ptr %5, align 8
-  %171 = getelementptr inbounds nuw %struct.Rotation, ptr %170, i32 0, i32 11
-  %172 = load i64, ptr %171, align 8
-  %173 = mul nsw i64 %169, %172
-  %174 = load i64, ptr %11, align 8
-  %175 = add nsw i64 %173, %174
-  %176 = load i64, ptr %8, align 8
-  %177 = load ptr, ptr %5, align 8
-  %178 = getelementptr inbounds nuw %struct.Rotation, ptr %177, i32 0, i32 8
-  %179 = load i64, ptr %178, align 8
-  %180 = srem i64 %176, %179
-  %181 = add nsw i64 %175, %180
-  %182 = load i64, ptr @head_dim, align 8
-  %183 = mul nsw i64 %181, %182
-  store i64 %183, ptr %19, align 8
-  store i64 0, ptr %20, align 8
-  br label %184
+143:
+  %144 = load i64, ptr %17, align 8
+  %145 = add nsw i64 %144, 1
+  store i64 %145, ptr %17, align 8
+  br label %123, !llvm.loop !10
 
-184:
-  %185 = load i64, ptr %20, align 8
-  %186 = load i64, ptr @head_dim, align 8
-  %187 = icmp slt i64 %185, %186
-  br i1 %187, label %189, label %188
+146:
+  %147 = load ptr, ptr %15, align 8
+  %148 = load ptr, ptr %5, align 8
+  %149 = getelementptr inbounds nuw %struct.Rotation, ptr %148, i32 0, i32 10
+  %150 = load i64, ptr %149, align 8
+  %151 = load i64, ptr @head_dim, align 8
+  %152 = mul nsw i64 %150, %151
+  %153 = getelementptr inbounds float, ptr %147, i64 %152
+  %154 = load ptr, ptr %12, align 8
+  %155 = load ptr, ptr %13, align 8
+  call void @rotate_head(ptr noundef %153, ptr noundef %154, ptr noundef %155, ptr noundef %28)
+  %156 = load ptr, ptr %15, align 8
+  %157 = load ptr, ptr %5, align 8
+  %158 = getelementptr inbounds nuw %struct.Rotation, ptr %157, i32 0, i32 10
+  %159 = load i64, ptr %158, align 8
+  %160 = add nsw i64 %159, 1
+  %161 = load i64, ptr @head_dim, align 8
+  %162 = mul nsw i64 %160, %161
+  %163 = getelementptr inbounds float, ptr %156, i64 %162
+  store ptr %163, ptr %18, align 8
+  %164 = load i64, ptr %10, align 8
+  %165 = load ptr, ptr %5, align 8
+  %166 = getelementptr inbounds nuw %struct.Rotation, ptr %165, i32 0, i32 12
+  %167 = load i64, ptr %166, align 8
+  %168 = mul nsw i64 %164, %167
+  %169 = load ptr, ptr %5, align 8
+  %170 = getelementptr inbounds nuw %struct.Rotation, ptr %169, i32 0, i32 13
+  %171 = load i64, ptr %170, align 8
+  %172 = add nsw i64 %168, %171
+  %173 = load i64, ptr %14, align 8
+  %174 = add nsw i64 %172, %173
+  store i64 %174, ptr %19, align 8
+  %175 = load i64, ptr %19, align 8
+  %176 = load ptr, ptr %5, align 8
+  %177 = getelementptr inbounds nuw %struct.Rotation, ptr %176, i32 0, i32 11
+  %178 = load i64, ptr %177, align 8
+  %179 = mul nsw i64 %175, %178
+  %180 = load i64, ptr %11, align 8
+  %181 = add nsw i64 %179, %180
+  %182 = load i64, ptr %8, align 8
+  %183 = load ptr, ptr %5, align 8
+  %184 = getelementptr inbounds nuw %struct.Rotation, ptr %183, i32 0, i32 8
+  %185 = load i64, ptr %184, align 8
+  %186 = srem i64 %182, %185
+  %187 = add nsw i64 %181, %186
+  %188 = load i64, ptr @head_dim, align 8
+  %189 = mul nsw i64 %187, %188
+  store i64 %189, ptr %20, align 8
+  store i64 0, ptr %21, align 8
+  br label %190
 
-188:
+190:
+  %191 = load i64, ptr %21, align 8
+  %192 = load i64, ptr @head_dim, align 8
+  %193 = icmp slt i64 %191, %192
+  br i1 %193, label %195, label %194
+
+194:
   store i32 11, ptr %9, align 4
-  br label %233
+  br label %239
 
-189:
-  %190 = load i64, ptr %20, align 8
-  %191 = getelementptr inbounds float, ptr %27, i64 %190
-  %192 = call <4 x float> @load(ptr noundef %191, i32 noundef 0)
-  store <4 x float> %192, ptr %21, align 16
-  %193 = load ptr, ptr %18, align 8
-  %194 = load i64, ptr %20, align 8
-  %195 = getelementptr inbounds float, ptr %193, i64 %194
-  %196 = call <4 x float> @load(ptr noundef %195, i32 noundef 0)
-  store <4 x float> %196, ptr %22, align 16
-  %197 = load <4 x float>, ptr %22, align 16
-  %198 = load <4 x float>, ptr %22, align 16
-  %199 = fsub <4 x float> %197, %198
-  %200 = fcmp oeq <4 x float> %199, zeroinitializer
-  %201 = sext <4 x i1> %200 to <4 x i32>
-  store <4 x i32> %201, ptr %23, align 16
-  %202 = load ptr, ptr %5, align 8
-  %203 = getelementptr inbounds nuw %struct.Rotation, ptr %202, i32 0, i32 5
-  %204 = load ptr, ptr %203, align 8
-  %205 = load i64, ptr %19, align 8
-  %206 = getelementptr inbounds float, ptr %204, i64 %205
-  %207 = load i64, ptr %20, align 8
-  %208 = getelementptr inbounds float, ptr %206, i64 %207
-  %209 = load <4 x i32>, ptr %23, align 16
-  %210 = load <4 x float>, ptr %21, align 16
-  %211 = load <4 x float>, ptr %21, align 16
-  %212 = fsub <4 x float> %210, %211
-  %213 = fcmp oeq <4 x float> %212, zeroinitializer
-  %214 = sext <4 x i1> %213 to <4 x i32>
-  %215 = and <4 x i32> %209, %214
-  %216 = load <4 x float>, ptr %21, align 16
-  %217 = icmp slt <4 x i32> %215, zeroinitializer
-  %218 = select <4 x i1> %217, <4 x float> %216, <4 x float> splat (float 0x7FF8000000000000)
-  call void @store(ptr noundef %208, <4 x float> noundef %218)
-  %219 = load ptr, ptr %5, align 8
-  %220 = getelementptr inbounds nuw %struct.Rotation, ptr %219, i32 0, i32 6
-  %221 = load ptr, ptr %220, align 8
-  %222 = load i64, ptr %19, align 8
-  %223 = getelementptr inbounds float, ptr %221, i64 %222
-  %224 = load i64, ptr %20, align 8
-  %225 = getelementptr inbounds float, ptr %223, i64 %224
-  %226 = load <4 x i32>, ptr %23, align 16
-  %227 = load <4 x float>, ptr %22, align 16
-  %228 = icmp slt <4 x i32> %226, zeroinitializer
-  %229 = select <4 x i1> %228, <4 x float> %227, <4 x float> zeroinitializer
-  call void @store(ptr noundef %225, <4 x float> noundef %229)
-  br label %230
+195:
+  %196 = load i64, ptr %21, align 8
+  %197 = getelementptr inbounds float, ptr %28, i64 %196
+  %198 = call <4 x float> @load(ptr noundef %197, i32 noundef 0)
+  store <4 x float> %198, ptr %22, align 16
+  %199 = load ptr, ptr %18, align 8
+  %200 = load i64, ptr %21, align 8
+  %201 = getelementptr inbounds float, ptr %199, i64 %200
+  %202 = call <4 x float> @load(ptr noundef %201, i32 noundef 0)
+  store <4 x float> %202, ptr %23, align 16
+  %203 = load <4 x float>, ptr %23, align 16
+  %204 = load <4 x float>, ptr %23, align 16
+  %205 = fsub <4 x float> %203, %204
+  %206 = fcmp oeq <4 x float> %205, zeroinitializer
+  %207 = sext <4 x i1> %206 to <4 x i32>
+  store <4 x i32> %207, ptr %24, align 16
+  %208 = load ptr, ptr %5, align 8
+  %209 = getelementptr inbounds nuw %struct.Rotation, ptr %208, i32 0, i32 5
+  %210 = load ptr, ptr %209, align 8
+  %211 = load i64, ptr %20, align 8
+  %212 = getelementptr inbounds float, ptr %210, i64 %211
+  %213 = load i64, ptr %21, align 8
+  %214 = getelementptr inbounds float, ptr %212, i64 %213
+  %215 = load <4 x i32>, ptr %24, align 16
+  %216 = load <4 x float>, ptr %22, align 16
+  %217 = load <4 x float>, ptr %22, align 16
+  %218 = fsub <4 x float> %216, %217
+  %219 = fcmp oeq <4 x float> %218, zeroinitializer
+  %220 = sext <4 x i1> %219 to <4 x i32>
+  %221 = and <4 x i32> %215, %220
+  %222 = load <4 x float>, ptr %22, align 16
+  %223 = icmp slt <4 x i32> %221, zeroinitializer
+  %224 = select <4 x i1> %223, <4 x float> %222, <4 x float> splat (float 0x7FF8000000000000)
+  call void @store(ptr noundef %214, <4 x float> noundef %224)
+  %225 = load ptr, ptr %5, align 8
+  %226 = getelementptr inbounds nuw %struct.Rotation, ptr %225, i32 0, i32 6
+  %227 = load ptr, ptr %226, align 8
+  %228 = load i64, ptr %20, align 8
+  %229 = getelementptr inbounds float, ptr %227, i64 %228
+  %230 = load i64, ptr %21, align 8
+  %231 = getelementptr inbounds float, ptr %229, i64 %230
+  %232 = load <4 x i32>, ptr %24, align 16
+  %233 = load <4 x float>, ptr %23, align 16
+  %234 = icmp slt <4 x i32> %232, zeroinitializer
+  %235 = select <4 x i1> %234, <4 x float> %233, <4 x float> zeroinitializer
+  call void @store(ptr noundef %231, <4 x float> noundef %235)
+  br label %236
 
-230:
-  %231 = load i64, ptr %20, align 8
-  %232 = add nsw i64 %231, 4
-  store i64 %232, ptr %20, align 8
-  br label %184, !llvm.loop !11
+236:
+  %237 = load i64, ptr %21, align 8
+  %238 = add nsw i64 %237, 4
+  store i64 %238, ptr %21, align 8
+  br label %190, !llvm.loop !11
 
-233:
-  br label %234
+239:
+  br label %240
 
-234:
-  %235 = load i64, ptr %14, align 8
-  %236 = add nsw i64 %235, 1
-  store i64 %236, ptr %14, align 8
-  br label %79, !llvm.loop !12
+240:
+  %241 = load i64, ptr %14, align 8
+  %242 = add nsw i64 %241, 1
+  store i64 %242, ptr %14, align 8
+  br label %80, !llvm.loop !12
 
-237:
-  br label %238
+243:
+  br label %244
 
-238:
-  %239 = load i64, ptr %8, align 8
-  %240 = add nsw i64 %239, 1
-  store i64 %240, ptr %8, align 8
-  br label %30, !llvm.loop !13
+244:
+  %245 = load i64, ptr %8, align 8
+  %246 = add nsw i64 %245, 1
+  store i64 %246, ptr %8, align 8
+  br label %31, !llvm.loop !13
 
-241:
-  %242 = load ptr, ptr %6, align 8
-  call void @llvm.stackrestore.p0(ptr %242)
+247:
+  %248 = load ptr, ptr %6, align 8
+  call void @llvm.stackrestore.p0(ptr %248)
   ret void
 }
 
@@ -1501,185 +1530,203 @@ define internal ptr @attention(ptr noundef %0, ptr noundef %1) #1 {
   %10 = alloca i64, align 8
   %11 = alloca i64, align 8
   %12 = alloca i64, align 8
-  %13 = alloca %struct.Attention, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca i64, align 8
+  %15 = alloca i64, align 8
+  %16 = alloca %struct.Attention, align 8
   store ptr %0, ptr %4, align 8
   store ptr %1, ptr %5, align 8
-  %14 = load ptr, ptr %4, align 8
-  %15 = call i32 @is_registration(ptr noundef %14)
-  %16 = icmp ne i32 %15, 0
-  br i1 %16, label %17, label %18
+  %17 = load ptr, ptr %4, align 8
+  %18 = call i32 @is_registration(ptr noundef %17)
+  %19 = icmp ne i32 %18, 0
+  br i1 %19, label %20, label %21
 
-17:
+20:
   store ptr null, ptr %3, align 8
-  br label %149
+  br label %162
 
-18:
-  %19 = load ptr, ptr %4, align 8
-  %20 = call ptr @argument(ptr noundef %19, i64 noundef 0)
-  store ptr %20, ptr %6, align 8
-  %21 = load ptr, ptr %4, align 8
-  %22 = call ptr @argument(ptr noundef %21, i64 noundef 1)
-  store ptr %22, ptr %7, align 8
-  %23 = load ptr, ptr %4, align 8
-  %24 = call ptr @result(ptr noundef %23, i64 noundef 1)
-  store ptr %24, ptr %8, align 8
-  %25 = load ptr, ptr %4, align 8
-  %26 = call ptr @argument(ptr noundef %25, i64 noundef 5)
-  %27 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %26, i32 0, i32 3
-  %28 = load ptr, ptr %27, align 8
-  %29 = load i32, ptr %28, align 4
-  %30 = sext i32 %29 to i64
-  store i64 %30, ptr %9, align 8
-  %31 = load ptr, ptr %6, align 8
-  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %31, i32 0, i32 5
-  %33 = load ptr, ptr %32, align 8
-  %34 = getelementptr inbounds i64, ptr %33, i64 2
-  %35 = load i64, ptr %34, align 8
-  %36 = load ptr, ptr %7, align 8
-  %37 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %36, i32 0, i32 5
-  %38 = load ptr, ptr %37, align 8
-  %39 = getelementptr inbounds i64, ptr %38, i64 1
-  %40 = load i64, ptr %39, align 8
-  %41 = sdiv i64 %35, %40
-  store i64 %41, ptr %10, align 8
-  %42 = load ptr, ptr %6, align 8
-  %43 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %42, i32 0, i32 5
-  %44 = load ptr, ptr %43, align 8
-  %45 = getelementptr inbounds i64, ptr %44, i64 1
-  %46 = load i64, ptr %45, align 8
-  %47 = load i64, ptr %10, align 8
-  %48 = mul nsw i64 %46, %47
-  store i64 %48, ptr %11, align 8
-  %49 = load i64, ptr %11, align 8
-  %50 = icmp sgt i64 %49, 96
-  %51 = zext i1 %50 to i64
-  %52 = select i1 %50, i32 96, i32 8
-  %53 = sext i32 %52 to i64
-  store i64 %53, ptr %12, align 8
-  %54 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 0
-  %55 = load ptr, ptr %6, align 8
-  %56 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %55, i32 0, i32 3
-  %57 = load ptr, ptr %56, align 8
-  store ptr %57, ptr %54, align 8
-  %58 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 1
-  %59 = load ptr, ptr %7, align 8
-  %60 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %59, i32 0, i32 3
+21:
+  %22 = load ptr, ptr %4, align 8
+  %23 = call ptr @argument(ptr noundef %22, i64 noundef 0)
+  store ptr %23, ptr %6, align 8
+  %24 = load ptr, ptr %4, align 8
+  %25 = call ptr @argument(ptr noundef %24, i64 noundef 1)
+  store ptr %25, ptr %7, align 8
+  %26 = load ptr, ptr %4, align 8
+  %27 = call ptr @result(ptr noundef %26, i64 noundef 1)
+  store ptr %27, ptr %8, align 8
+  %28 = load ptr, ptr %4, align 8
+  %29 = call ptr @argument(ptr noundef %28, i64 noundef 5)
+  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 3
+  %31 = load ptr, ptr %30, align 8
+  %32 = load i32, ptr %31, align 4
+  %33 = sext i32 %32 to i64
+  store i64 %33, ptr %9, align 8
+  %34 = load ptr, ptr %4, align 8
+  %35 = call ptr @argument(ptr noundef %34, i64 noundef 6)
+  %36 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %35, i32 0, i32 3
+  %37 = load ptr, ptr %36, align 8
+  %38 = load i32, ptr %37, align 4
+  %39 = sext i32 %38 to i64
+  store i64 %39, ptr %10, align 8
+  %40 = load ptr, ptr %8, align 8
+  %41 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %40, i32 0, i32 5
+  %42 = load ptr, ptr %41, align 8
+  %43 = getelementptr inbounds i64, ptr %42, i64 1
+  %44 = load i64, ptr %43, align 8
+  store i64 %44, ptr %11, align 8
+  %45 = load i64, ptr %11, align 8
+  %46 = load ptr, ptr %7, align 8
+  %47 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %46, i32 0, i32 5
+  %48 = load ptr, ptr %47, align 8
+  %49 = getelementptr inbounds i64, ptr %48, i64 0
+  %50 = load i64, ptr %49, align 8
+  %51 = sdiv i64 %45, %50
+  store i64 %51, ptr %12, align 8
+  %52 = load ptr, ptr %6, align 8
+  %53 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %52, i32 0, i32 5
+  %54 = load ptr, ptr %53, align 8
+  %55 = getelementptr inbounds i64, ptr %54, i64 2
+  %56 = load i64, ptr %55, align 8
+  %57 = load i64, ptr %12, align 8
+  %58 = sdiv i64 %56, %57
+  store i64 %58, ptr %13, align 8
+  %59 = load ptr, ptr %6, align 8
+  %60 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %59, i32 0, i32 5
   %61 = load ptr, ptr %60, align 8
-  store ptr %61, ptr %58, align 8
-  %62 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 2
-  %63 = load ptr, ptr %4, align 8
-  %64 = call ptr @argument(ptr noundef %63, i64 noundef 2)
-  %65 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %64, i32 0, i32 3
-  %66 = load ptr, ptr %65, align 8
-  store ptr %66, ptr %62, align 8
-  %67 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 3
-  %68 = load ptr, ptr %4, align 8
-  %69 = call ptr @argument(ptr noundef %68, i64 noundef 3)
-  %70 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %69, i32 0, i32 3
-  %71 = load ptr, ptr %70, align 8
-  store ptr %71, ptr %67, align 8
-  %72 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 4
-  %73 = load ptr, ptr %4, align 8
-  %74 = call ptr @argument(ptr noundef %73, i64 noundef 4)
-  %75 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %74, i32 0, i32 3
-  %76 = load ptr, ptr %75, align 8
-  store ptr %76, ptr %72, align 8
-  %77 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 5
-  %78 = load ptr, ptr %8, align 8
-  %79 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %78, i32 0, i32 3
-  %80 = load ptr, ptr %79, align 8
-  store ptr %80, ptr %77, align 8
-  %81 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 6
-  %82 = load ptr, ptr %7, align 8
-  %83 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %82, i32 0, i32 5
-  %84 = load ptr, ptr %83, align 8
-  %85 = getelementptr inbounds i64, ptr %84, i64 0
-  %86 = load i64, ptr %85, align 8
-  %87 = load ptr, ptr %7, align 8
-  %88 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %87, i32 0, i32 5
-  %89 = load ptr, ptr %88, align 8
-  %90 = getelementptr inbounds i64, ptr %89, i64 1
-  %91 = load i64, ptr %90, align 8
-  %92 = mul nsw i64 %86, %91
-  store i64 %92, ptr %81, align 8
-  %93 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 7
-  %94 = load ptr, ptr %7, align 8
-  %95 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %94, i32 0, i32 5
-  %96 = load ptr, ptr %95, align 8
-  %97 = getelementptr inbounds i64, ptr %96, i64 1
-  %98 = load i64, ptr %97, align 8
-  store i64 %98, ptr %93, align 8
-  %99 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 8
-  %100 = load i64, ptr %10, align 8
-  store i64 %100, ptr %99, align 8
-  %101 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 9
-  %102 = load i64, ptr %11, align 8
-  store i64 %102, ptr %101, align 8
-  %103 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 10
-  %104 = load ptr, ptr %7, align 8
-  %105 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %104, i32 0, i32 5
-  %106 = load ptr, ptr %105, align 8
-  %107 = getelementptr inbounds i64, ptr %106, i64 2
-  %108 = load i64, ptr %107, align 8
-  store i64 %108, ptr %103, align 8
-  %109 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 11
-  %110 = load i64, ptr %9, align 8
-  store i64 %110, ptr %109, align 8
-  %111 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 12
-  %112 = load ptr, ptr %8, align 8
-  %113 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %112, i32 0, i32 5
-  %114 = load ptr, ptr %113, align 8
-  %115 = getelementptr inbounds i64, ptr %114, i64 0
-  %116 = load i64, ptr %115, align 8
-  %117 = icmp sgt i64 %116, 1
-  br i1 %117, label %118, label %123
+  %62 = getelementptr inbounds i64, ptr %61, i64 1
+  %63 = load i64, ptr %62, align 8
+  %64 = load i64, ptr %13, align 8
+  %65 = mul nsw i64 %63, %64
+  store i64 %65, ptr %14, align 8
+  %66 = load i64, ptr %14, align 8
+  %67 = icmp sgt i64 %66, 96
+  %68 = zext i1 %67 to i64
+  %69 = select i1 %67, i32 96, i32 8
+  %70 = sext i32 %69 to i64
+  store i64 %70, ptr %15, align 8
+  %71 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 0
+  %72 = load ptr, ptr %6, align 8
+  %73 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %72, i32 0, i32 3
+  %74 = load ptr, ptr %73, align 8
+  store ptr %74, ptr %71, align 8
+  %75 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 1
+  %76 = load ptr, ptr %7, align 8
+  %77 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %76, i32 0, i32 3
+  %78 = load ptr, ptr %77, align 8
+  store ptr %78, ptr %75, align 8
+  %79 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 2
+  %80 = load ptr, ptr %4, align 8
+  %81 = call ptr @argument(ptr noundef %80, i64 noundef 2)
+  %82 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %81, i32 0, i32 3
+  %83 = load ptr, ptr %82, align 8
+  store ptr %83, ptr %79, align 8
+  %84 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 3
+  %85 = load ptr, ptr %4, align 8
+  %86 = call ptr @argument(ptr noundef %85, i64 noundef 3)
+  %87 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %86, i32 0, i32 3
+  %88 = load ptr, ptr %87, align 8
+  store ptr %88, ptr %84, align 8
+  %89 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 4
+  %90 = load ptr, ptr %4, align 8
+  %91 = call ptr @argument(ptr noundef %90, i64 noundef 4)
+  %92 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %91, i32 0, i32 3
+  %93 = load ptr, ptr %92, align 8
+  store ptr %93, ptr %89, align 8
+  %94 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 5
+  %95 = load ptr, ptr %8, align 8
+  %96 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %95, i32 0, i32 3
+  %97 = load ptr, ptr %96, align 8
+  store ptr %97, ptr %94, align 8
+  %98 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 6
+  %99 = load i64, ptr %11, align 8
+  store i64 %99, ptr %98, align 8
+  %100 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 7
+  %101 = load i64, ptr %12, align 8
+  store i64 %101, ptr %100, align 8
+  %102 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 8
+  %103 = load ptr, ptr %7, align 8
+  %104 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %103, i32 0, i32 5
+  %105 = load ptr, ptr %104, align 8
+  %106 = getelementptr inbounds i64, ptr %105, i64 1
+  %107 = load i64, ptr %106, align 8
+  store i64 %107, ptr %102, align 8
+  %108 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 9
+  %109 = load i64, ptr %10, align 8
+  %110 = load i64, ptr %12, align 8
+  %111 = mul nsw i64 %109, %110
+  store i64 %111, ptr %108, align 8
+  %112 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 10
+  %113 = load i64, ptr %13, align 8
+  store i64 %113, ptr %112, align 8
+  %114 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 11
+  %115 = load i64, ptr %14, align 8
+  store i64 %115, ptr %114, align 8
+  %116 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 12
+  %117 = load ptr, ptr %7, align 8
+  %118 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %117, i32 0, i32 5
+  %119 = load ptr, ptr %118, align 8
+  %120 = getelementptr inbounds i64, ptr %119, i64 2
+  %121 = load i64, ptr %120, align 8
+  store i64 %121, ptr %116, align 8
+  %122 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 13
+  %123 = load i64, ptr %9, align 8
+  store i64 %123, ptr %122, align 8
+  %124 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 14
+  %125 = load ptr, ptr %8, align 8
+  %126 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %125, i32 0, i32 5
+  %127 = load ptr, ptr %126, align 8
+  %128 = getelementptr inbounds i64, ptr %127, i64 0
+  %129 = load i64, ptr %128, align 8
+  %130 = icmp sgt i64 %129, 1
+  br i1 %130, label %131, label %136
 
-118:
-  %119 = load i64, ptr %9, align 8
-  %120 = add nsw i64 %119, 256
-  %121 = sub nsw i64 %120, 1
-  %122 = sdiv i64 %121, 256
-  br label %124
+131:
+  %132 = load i64, ptr %9, align 8
+  %133 = add nsw i64 %132, 256
+  %134 = sub nsw i64 %133, 1
+  %135 = sdiv i64 %134, 256
+  br label %137
 
-123:
-  br label %124
+136:
+  br label %137
 
-124:
-  %125 = phi i64 [ %122, %118 ], [ 1, %123 ]
-  store i64 %125, ptr %111, align 8
-  %126 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 13
-  %127 = load i64, ptr %12, align 8
-  store i64 %127, ptr %126, align 8
-  %128 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 14
-  %129 = load i64, ptr %11, align 8
-  %130 = load i64, ptr %12, align 8
-  %131 = add nsw i64 %129, %130
-  %132 = sub nsw i64 %131, 1
-  %133 = load i64, ptr %12, align 8
-  %134 = sdiv i64 %132, %133
-  store i64 %134, ptr %128, align 8
-  %135 = load ptr, ptr %4, align 8
-  %136 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 6
-  %137 = load i64, ptr %136, align 8
-  %138 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 12
-  %139 = load i64, ptr %138, align 8
-  %140 = mul nsw i64 %137, %139
-  %141 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 14
-  %142 = load i64, ptr %141, align 8
-  %143 = mul nsw i64 %140, %142
-  %144 = load ptr, ptr %5, align 8
-  call void @parallel_for(ptr noundef %135, i64 noundef %143, ptr noundef %144, ptr noundef %13)
-  %145 = load ptr, ptr %4, align 8
-  %146 = call ptr @result(ptr noundef %145, i64 noundef 0)
-  %147 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %146, i32 0, i32 3
-  %148 = load ptr, ptr %147, align 8
-  call void @join(ptr noundef %13, ptr noundef %148)
+137:
+  %138 = phi i64 [ %135, %131 ], [ 1, %136 ]
+  store i64 %138, ptr %124, align 8
+  %139 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 15
+  %140 = load i64, ptr %15, align 8
+  store i64 %140, ptr %139, align 8
+  %141 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 16
+  %142 = load i64, ptr %14, align 8
+  %143 = load i64, ptr %15, align 8
+  %144 = add nsw i64 %142, %143
+  %145 = sub nsw i64 %144, 1
+  %146 = load i64, ptr %15, align 8
+  %147 = sdiv i64 %145, %146
+  store i64 %147, ptr %141, align 8
+  %148 = load ptr, ptr %4, align 8
+  %149 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 6
+  %150 = load i64, ptr %149, align 8
+  %151 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 14
+  %152 = load i64, ptr %151, align 8
+  %153 = mul nsw i64 %150, %152
+  %154 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 16
+  %155 = load i64, ptr %154, align 8
+  %156 = mul nsw i64 %153, %155
+  %157 = load ptr, ptr %5, align 8
+  call void @parallel_for(ptr noundef %148, i64 noundef %156, ptr noundef %157, ptr noundef %16)
+  %158 = load ptr, ptr %4, align 8
+  %159 = call ptr @result(ptr noundef %158, i64 noundef 0)
+  %160 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %159, i32 0, i32 3
+  %161 = load ptr, ptr %160, align 8
+  call void @join(ptr noundef %16, ptr noundef %161)
   store ptr null, ptr %3, align 8
-  br label %149
+  br label %162
 
-149:
-  %150 = load ptr, ptr %3, align 8
-  ret ptr %150
+162:
+  %163 = load ptr, ptr %3, align 8
+  ret ptr %163
 }
 
 define internal void @attend_float32(i64 noundef %0, ptr noundef %1) #5 {
@@ -1749,152 +1796,171 @@ define internal ptr @block_product(ptr noundef %0, ptr noundef %1, i32 noundef %
   %10 = alloca i64, align 8
   %11 = alloca i64, align 8
   %12 = alloca i64, align 8
-  %13 = alloca ptr, align 8
-  %14 = alloca %struct.Blocks, align 8
+  %13 = alloca i64, align 8
+  %14 = alloca i64, align 8
+  %15 = alloca ptr, align 8
+  %16 = alloca %struct.Blocks, align 8
   store ptr %0, ptr %5, align 8
   store ptr %1, ptr %6, align 8
   store i32 %2, ptr %7, align 4
-  %15 = load ptr, ptr %5, align 8
-  %16 = call i32 @is_registration(ptr noundef %15)
-  %17 = icmp ne i32 %16, 0
-  br i1 %17, label %18, label %19
+  %17 = load ptr, ptr %5, align 8
+  %18 = call i32 @is_registration(ptr noundef %17)
+  %19 = icmp ne i32 %18, 0
+  br i1 %19, label %20, label %21
 
-18:
+20:
   store ptr null, ptr %4, align 8
-  br label %119
+  br label %136
 
-19:
-  %20 = load ptr, ptr %5, align 8
-  %21 = call ptr @argument(ptr noundef %20, i64 noundef 0)
-  store ptr %21, ptr %8, align 8
+21:
   %22 = load ptr, ptr %5, align 8
-  %23 = call ptr @result(ptr noundef %22, i64 noundef 0)
-  store ptr %23, ptr %9, align 8
-  %24 = load ptr, ptr %8, align 8
-  %25 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %24, i32 0, i32 5
-  %26 = load ptr, ptr %25, align 8
-  %27 = getelementptr inbounds i64, ptr %26, i64 0
-  %28 = load i64, ptr %27, align 8
-  store i64 %28, ptr %10, align 8
-  %29 = load ptr, ptr %8, align 8
-  %30 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %29, i32 0, i32 5
-  %31 = load ptr, ptr %30, align 8
-  %32 = getelementptr inbounds i64, ptr %31, i64 1
-  %33 = load i64, ptr %32, align 8
-  store i64 %33, ptr %11, align 8
-  %34 = load i64, ptr %10, align 8
-  %35 = load i64, ptr %11, align 8
-  %36 = mul nsw i64 %34, %35
-  %37 = sdiv i64 %36, 32
-  store i64 %37, ptr %12, align 8
-  %38 = load ptr, ptr %5, align 8
-  %39 = call ptr @result(ptr noundef %38, i64 noundef 1)
-  %40 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %39, i32 0, i32 3
-  %41 = load ptr, ptr %40, align 8
-  store ptr %41, ptr %13, align 8
-  %42 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 0
-  %43 = load ptr, ptr %8, align 8
-  %44 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %43, i32 0, i32 3
-  %45 = load ptr, ptr %44, align 8
-  store ptr %45, ptr %42, align 8
-  %46 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 1
-  %47 = load ptr, ptr %13, align 8
-  %48 = load i64, ptr %12, align 8
-  %49 = mul nsw i64 %48, 20
-  %50 = getelementptr inbounds i8, ptr %47, i64 %49
-  store ptr %50, ptr %46, align 8
-  %51 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 2
-  %52 = load ptr, ptr %13, align 8
-  store ptr %52, ptr %51, align 8
-  %53 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 3
-  %54 = load ptr, ptr %13, align 8
-  %55 = load i64, ptr %12, align 8
-  %56 = mul nsw i64 %55, 4
-  %57 = getelementptr inbounds i8, ptr %54, i64 %56
-  store ptr %57, ptr %53, align 8
-  %58 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 4
-  %59 = load ptr, ptr %13, align 8
-  %60 = load i64, ptr %12, align 8
-  %61 = mul nsw i64 %60, 12
-  %62 = getelementptr inbounds i8, ptr %59, i64 %61
-  store ptr %62, ptr %58, align 8
-  %63 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 5
-  %64 = load ptr, ptr %5, align 8
-  %65 = call ptr @argument(ptr noundef %64, i64 noundef 1)
-  %66 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %65, i32 0, i32 3
-  %67 = load ptr, ptr %66, align 8
-  store ptr %67, ptr %63, align 8
-  %68 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 6
-  %69 = load ptr, ptr %5, align 8
-  %70 = call ptr @argument(ptr noundef %69, i64 noundef 2)
-  %71 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %70, i32 0, i32 3
-  %72 = load ptr, ptr %71, align 8
-  store ptr %72, ptr %68, align 8
-  %73 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 7
-  %74 = load ptr, ptr %5, align 8
-  %75 = call ptr @argument(ptr noundef %74, i64 noundef 3)
-  %76 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %75, i32 0, i32 3
-  %77 = load ptr, ptr %76, align 8
-  store ptr %77, ptr %73, align 8
-  %78 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 8
-  %79 = load ptr, ptr %5, align 8
-  %80 = call ptr @argument(ptr noundef %79, i64 noundef 4)
-  %81 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %80, i32 0, i32 3
-  %82 = load ptr, ptr %81, align 8
-  store ptr %82, ptr %78, align 8
-  %83 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 9
-  %84 = load ptr, ptr %5, align 8
-  %85 = call ptr @argument(ptr noundef %84, i64 noundef 5)
-  %86 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %85, i32 0, i32 3
-  %87 = load ptr, ptr %86, align 8
-  store ptr %87, ptr %83, align 8
-  %88 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 10
-  %89 = load ptr, ptr %9, align 8
-  %90 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %89, i32 0, i32 3
-  %91 = load ptr, ptr %90, align 8
-  store ptr %91, ptr %88, align 8
-  %92 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 11
-  %93 = load i64, ptr %10, align 8
-  store i64 %93, ptr %92, align 8
-  %94 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 12
-  %95 = load i64, ptr %11, align 8
-  store i64 %95, ptr %94, align 8
-  %96 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
-  %97 = load ptr, ptr %9, align 8
-  %98 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %97, i32 0, i32 5
-  %99 = load ptr, ptr %98, align 8
-  %100 = getelementptr inbounds i64, ptr %99, i64 1
-  %101 = load i64, ptr %100, align 8
-  store i64 %101, ptr %96, align 8
-  %102 = load i32, ptr %7, align 4
-  %103 = icmp ne i32 %102, 0
-  br i1 %103, label %104, label %110
+  %23 = call ptr @argument(ptr noundef %22, i64 noundef 0)
+  store ptr %23, ptr %8, align 8
+  %24 = load ptr, ptr %5, align 8
+  %25 = call ptr @result(ptr noundef %24, i64 noundef 0)
+  store ptr %25, ptr %9, align 8
+  %26 = load ptr, ptr %8, align 8
+  %27 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %26, i32 0, i32 5
+  %28 = load ptr, ptr %27, align 8
+  %29 = getelementptr inbounds i64, ptr %28, i64 0
+  %30 = load i64, ptr %29, align 8
+  store i64 %30, ptr %10, align 8
+  %31 = load ptr, ptr %8, align 8
+  %32 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %31, i32 0, i32 5
+  %33 = load ptr, ptr %32, align 8
+  %34 = getelementptr inbounds i64, ptr %33, i64 1
+  %35 = load i64, ptr %34, align 8
+  store i64 %35, ptr %11, align 8
+  %36 = load i64, ptr %10, align 8
+  %37 = load i64, ptr %11, align 8
+  %38 = mul nsw i64 %36, %37
+  %39 = sdiv i64 %38, 32
+  store i64 %39, ptr %12, align 8
+  %40 = load ptr, ptr %5, align 8
+  %41 = call ptr @argument(ptr noundef %40, i64 noundef 1)
+  %42 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %41, i32 0, i32 3
+  %43 = load ptr, ptr %42, align 8
+  %44 = load i32, ptr %43, align 4
+  %45 = sext i32 %44 to i64
+  store i64 %45, ptr %13, align 8
+  %46 = load i64, ptr @outer, align 8
+  %47 = icmp ne i64 %46, 0
+  %48 = zext i1 %47 to i64
+  %49 = select i1 %47, i32 3, i32 2
+  %50 = call i64 @bytes_of(i32 noundef %49)
+  store i64 %50, ptr %14, align 8
+  %51 = load ptr, ptr %5, align 8
+  %52 = call ptr @result(ptr noundef %51, i64 noundef 1)
+  %53 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %52, i32 0, i32 3
+  %54 = load ptr, ptr %53, align 8
+  store ptr %54, ptr %15, align 8
+  %55 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 0
+  %56 = load ptr, ptr %8, align 8
+  %57 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %56, i32 0, i32 3
+  %58 = load ptr, ptr %57, align 8
+  store ptr %58, ptr %55, align 8
+  %59 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 1
+  %60 = load ptr, ptr %15, align 8
+  %61 = load i64, ptr %12, align 8
+  %62 = mul nsw i64 %61, 20
+  %63 = getelementptr inbounds i8, ptr %60, i64 %62
+  store ptr %63, ptr %59, align 8
+  %64 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 2
+  %65 = load ptr, ptr %15, align 8
+  store ptr %65, ptr %64, align 8
+  %66 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 3
+  %67 = load ptr, ptr %15, align 8
+  %68 = load i64, ptr %12, align 8
+  %69 = mul nsw i64 %68, 4
+  %70 = getelementptr inbounds i8, ptr %67, i64 %69
+  store ptr %70, ptr %66, align 8
+  %71 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 4
+  %72 = load ptr, ptr %15, align 8
+  %73 = load i64, ptr %12, align 8
+  %74 = mul nsw i64 %73, 12
+  %75 = getelementptr inbounds i8, ptr %72, i64 %74
+  store ptr %75, ptr %71, align 8
+  %76 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 5
+  %77 = load ptr, ptr %5, align 8
+  %78 = call ptr @argument(ptr noundef %77, i64 noundef 2)
+  %79 = load i64, ptr %13, align 8
+  %80 = call ptr @of_layer(ptr noundef %78, i64 noundef %79, i64 noundef 1)
+  store ptr %80, ptr %76, align 8
+  %81 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 6
+  %82 = load ptr, ptr %5, align 8
+  %83 = call ptr @argument(ptr noundef %82, i64 noundef 3)
+  %84 = load i64, ptr %13, align 8
+  %85 = load i64, ptr %14, align 8
+  %86 = call ptr @of_layer(ptr noundef %83, i64 noundef %84, i64 noundef %85)
+  store ptr %86, ptr %81, align 8
+  %87 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 7
+  %88 = load ptr, ptr %5, align 8
+  %89 = call ptr @argument(ptr noundef %88, i64 noundef 4)
+  %90 = load i64, ptr %13, align 8
+  %91 = load i64, ptr %14, align 8
+  %92 = call ptr @of_layer(ptr noundef %89, i64 noundef %90, i64 noundef %91)
+  store ptr %92, ptr %87, align 8
+  %93 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 8
+  %94 = load ptr, ptr %5, align 8
+  %95 = call ptr @argument(ptr noundef %94, i64 noundef 5)
+  %96 = load i64, ptr %13, align 8
+  %97 = call i64 @bytes_of(i32 noundef 2)
+  %98 = call ptr @of_layer(ptr noundef %95, i64 noundef %96, i64 noundef %97)
+  store ptr %98, ptr %93, align 8
+  %99 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 9
+  %100 = load ptr, ptr %5, align 8
+  %101 = call ptr @argument(ptr noundef %100, i64 noundef 6)
+  %102 = load i64, ptr %13, align 8
+  %103 = call i64 @bytes_of(i32 noundef 2)
+  %104 = call ptr @of_layer(ptr noundef %101, i64 noundef %102, i64 noundef %103)
+  store ptr %104, ptr %99, align 8
+  %105 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 10
+  %106 = load ptr, ptr %9, align 8
+  %107 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %106, i32 0, i32 3
+  %108 = load ptr, ptr %107, align 8
+  store ptr %108, ptr %105, align 8
+  %109 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 11
+  %110 = load i64, ptr %10, align 8
+  store i64 %110, ptr %109, align 8
+  %111 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 12
+  %112 = load i64, ptr %11, align 8
+  store i64 %112, ptr %111, align 8
+  %113 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 13
+  %114 = load ptr, ptr %9, align 8
+  %115 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %114, i32 0, i32 5
+  %116 = load ptr, ptr %115, align 8
+  %117 = getelementptr inbounds i64, ptr %116, i64 1
+  %118 = load i64, ptr %117, align 8
+  store i64 %118, ptr %113, align 8
+  %119 = load i32, ptr %7, align 4
+  %120 = icmp ne i32 %119, 0
+  br i1 %120, label %121, label %127
 
-104:
-  %105 = load ptr, ptr %5, align 8
-  %106 = load i64, ptr %10, align 8
-  %107 = add nsw i64 %106, 2
-  %108 = sub nsw i64 %107, 1
-  %109 = sdiv i64 %108, 2
-  call void @parallel_for(ptr noundef %105, i64 noundef %109, ptr noundef @round_rows, ptr noundef %14)
-  br label %110
+121:
+  %122 = load ptr, ptr %5, align 8
+  %123 = load i64, ptr %10, align 8
+  %124 = add nsw i64 %123, 2
+  %125 = sub nsw i64 %124, 1
+  %126 = sdiv i64 %125, 2
+  call void @parallel_for(ptr noundef %122, i64 noundef %126, ptr noundef @round_rows, ptr noundef %16)
+  br label %127
 
-110:
-  %111 = load ptr, ptr %5, align 8
-  %112 = getelementptr inbounds nuw %struct.Blocks, ptr %14, i32 0, i32 13
-  %113 = load i64, ptr %112, align 8
-  %114 = sdiv i64 %113, 16
-  %115 = add nsw i64 %114, 3
-  %116 = sub nsw i64 %115, 1
-  %117 = sdiv i64 %116, 3
-  %118 = load ptr, ptr %6, align 8
-  call void @parallel_for(ptr noundef %111, i64 noundef %117, ptr noundef %118, ptr noundef %14)
+127:
+  %128 = load ptr, ptr %5, align 8
+  %129 = getelementptr inbounds nuw %struct.Blocks, ptr %16, i32 0, i32 13
+  %130 = load i64, ptr %129, align 8
+  %131 = sdiv i64 %130, 16
+  %132 = add nsw i64 %131, 3
+  %133 = sub nsw i64 %132, 1
+  %134 = sdiv i64 %133, 3
+  %135 = load ptr, ptr %6, align 8
+  call void @parallel_for(ptr noundef %128, i64 noundef %134, ptr noundef %135, ptr noundef %16)
   store ptr null, ptr %4, align 8
-  br label %119
+  br label %136
 
-119:
-  %120 = load ptr, ptr %4, align 8
-  ret ptr %120
+136:
+  %137 = load ptr, ptr %4, align 8
+  ret ptr %137
 }
 
 define internal void @blocks_int8(i64 noundef %0, ptr noundef %1) #5 {
@@ -3305,7 +3371,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
   %21 = getelementptr inbounds nuw %struct.Attention, ptr %20, i32 0, i32 6
   %22 = load i64, ptr %21, align 8
   %23 = load ptr, ptr %3, align 8
-  %24 = getelementptr inbounds nuw %struct.Attention, ptr %23, i32 0, i32 9
+  %24 = getelementptr inbounds nuw %struct.Attention, ptr %23, i32 0, i32 11
   %25 = load i64, ptr %24, align 8
   %26 = mul nsw i64 %22, %25
   %27 = load i64, ptr @head_dim, align 8
@@ -3321,7 +3387,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
   %33 = getelementptr inbounds nuw %struct.Attention, ptr %32, i32 0, i32 6
   %34 = load i64, ptr %33, align 8
   %35 = load ptr, ptr %3, align 8
-  %36 = getelementptr inbounds nuw %struct.Attention, ptr %35, i32 0, i32 9
+  %36 = getelementptr inbounds nuw %struct.Attention, ptr %35, i32 0, i32 11
   %37 = load i64, ptr %36, align 8
   %38 = mul nsw i64 %34, %37
   %39 = icmp slt i64 %31, %38
@@ -3347,12 +3413,12 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
   %51 = load ptr, ptr %3, align 8
   %52 = load i64, ptr %6, align 8
   %53 = load ptr, ptr %3, align 8
-  %54 = getelementptr inbounds nuw %struct.Attention, ptr %53, i32 0, i32 9
+  %54 = getelementptr inbounds nuw %struct.Attention, ptr %53, i32 0, i32 11
   %55 = load i64, ptr %54, align 8
   %56 = sdiv i64 %52, %55
   %57 = load i64, ptr %6, align 8
   %58 = load ptr, ptr %3, align 8
-  %59 = getelementptr inbounds nuw %struct.Attention, ptr %58, i32 0, i32 9
+  %59 = getelementptr inbounds nuw %struct.Attention, ptr %58, i32 0, i32 11
   %60 = load i64, ptr %59, align 8
   %61 = srem i64 %57, %60
   %62 = call i64 @query(ptr noundef %51, i64 noundef %56, i64 noundef %61)
@@ -3391,7 +3457,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
 77:
   %78 = load i64, ptr %13, align 8
   %79 = load ptr, ptr %3, align 8
-  %80 = getelementptr inbounds nuw %struct.Attention, ptr %79, i32 0, i32 12
+  %80 = getelementptr inbounds nuw %struct.Attention, ptr %79, i32 0, i32 14
   %81 = load i64, ptr %80, align 8
   %82 = icmp slt i64 %78, %81
   br i1 %82, label %84, label %83
@@ -3441,7 +3507,7 @@ define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
 106:
   %107 = load i64, ptr %15, align 8
   %108 = load ptr, ptr %3, align 8
-  %109 = getelementptr inbounds nuw %struct.Attention, ptr %108, i32 0, i32 12
+  %109 = getelementptr inbounds nuw %struct.Attention, ptr %108, i32 0, i32 14
   %110 = load i64, ptr %109, align 8
   %111 = icmp slt i64 %107, %110
   br i1 %111, label %113, label %112
@@ -3597,16 +3663,16 @@ define internal i64 @query(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
   %11 = load i64, ptr %10, align 8
   %12 = sdiv i64 %8, %11
   %13 = load ptr, ptr %4, align 8
-  %14 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 9
+  %14 = getelementptr inbounds nuw %struct.Attention, ptr %13, i32 0, i32 11
   %15 = load i64, ptr %14, align 8
   %16 = load ptr, ptr %4, align 8
-  %17 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 8
+  %17 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 10
   %18 = load i64, ptr %17, align 8
   %19 = sdiv i64 %15, %18
   %20 = mul nsw i64 %12, %19
   %21 = load i64, ptr %6, align 8
   %22 = load ptr, ptr %4, align 8
-  %23 = getelementptr inbounds nuw %struct.Attention, ptr %22, i32 0, i32 8
+  %23 = getelementptr inbounds nuw %struct.Attention, ptr %22, i32 0, i32 10
   %24 = load i64, ptr %23, align 8
   %25 = sdiv i64 %21, %24
   %26 = add nsw i64 %20, %25
@@ -3623,12 +3689,12 @@ define internal i64 @query(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
   %36 = srem i64 %32, %35
   %37 = add nsw i64 %31, %36
   %38 = load ptr, ptr %4, align 8
-  %39 = getelementptr inbounds nuw %struct.Attention, ptr %38, i32 0, i32 8
+  %39 = getelementptr inbounds nuw %struct.Attention, ptr %38, i32 0, i32 10
   %40 = load i64, ptr %39, align 8
   %41 = mul nsw i64 %37, %40
   %42 = load i64, ptr %6, align 8
   %43 = load ptr, ptr %4, align 8
-  %44 = getelementptr inbounds nuw %struct.Attention, ptr %43, i32 0, i32 8
+  %44 = getelementptr inbounds nuw %struct.Attention, ptr %43, i32 0, i32 10
   %45 = load i64, ptr %44, align 8
   %46 = srem i64 %42, %45
   %47 = add nsw i64 %41, %46
@@ -3757,12 +3823,12 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %39 = load i64, ptr %38, align 8
   %40 = sdiv i64 %36, %39
   %41 = load ptr, ptr %5, align 8
-  %42 = getelementptr inbounds nuw %struct.Attention, ptr %41, i32 0, i32 12
+  %42 = getelementptr inbounds nuw %struct.Attention, ptr %41, i32 0, i32 14
   %43 = load i64, ptr %42, align 8
   %44 = srem i64 %40, %43
   store i64 %44, ptr %8, align 8
   %45 = load ptr, ptr %5, align 8
-  %46 = getelementptr inbounds nuw %struct.Attention, ptr %45, i32 0, i32 14
+  %46 = getelementptr inbounds nuw %struct.Attention, ptr %45, i32 0, i32 16
   %47 = load i64, ptr %46, align 8
   %48 = sub nsw i64 %47, 1
   %49 = load i64, ptr %4, align 8
@@ -3771,13 +3837,13 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %52 = load i64, ptr %51, align 8
   %53 = sdiv i64 %49, %52
   %54 = load ptr, ptr %5, align 8
-  %55 = getelementptr inbounds nuw %struct.Attention, ptr %54, i32 0, i32 12
+  %55 = getelementptr inbounds nuw %struct.Attention, ptr %54, i32 0, i32 14
   %56 = load i64, ptr %55, align 8
   %57 = sdiv i64 %53, %56
   %58 = sub nsw i64 %48, %57
   store i64 %58, ptr %9, align 8
   %59 = load ptr, ptr %5, align 8
-  %60 = getelementptr inbounds nuw %struct.Attention, ptr %59, i32 0, i32 12
+  %60 = getelementptr inbounds nuw %struct.Attention, ptr %59, i32 0, i32 14
   %61 = load i64, ptr %60, align 8
   %62 = icmp sgt i64 %61, 1
   br i1 %62, label %63, label %66
@@ -3794,7 +3860,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %68 = phi i64 [ %65, %63 ], [ 0, %66 ]
   store i64 %68, ptr %10, align 8
   %69 = load ptr, ptr %5, align 8
-  %70 = getelementptr inbounds nuw %struct.Attention, ptr %69, i32 0, i32 12
+  %70 = getelementptr inbounds nuw %struct.Attention, ptr %69, i32 0, i32 14
   %71 = load i64, ptr %70, align 8
   %72 = icmp sgt i64 %71, 1
   br i1 %72, label %73, label %76
@@ -3806,25 +3872,25 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
 
 76:
   %77 = load ptr, ptr %5, align 8
-  %78 = getelementptr inbounds nuw %struct.Attention, ptr %77, i32 0, i32 11
+  %78 = getelementptr inbounds nuw %struct.Attention, ptr %77, i32 0, i32 13
   %79 = load i64, ptr %78, align 8
   br label %80
 
 80:
   %81 = phi i64 [ %75, %73 ], [ %79, %76 ]
   %82 = load ptr, ptr %5, align 8
-  %83 = getelementptr inbounds nuw %struct.Attention, ptr %82, i32 0, i32 11
+  %83 = getelementptr inbounds nuw %struct.Attention, ptr %82, i32 0, i32 13
   %84 = load i64, ptr %83, align 8
   %85 = call i64 @least(i64 noundef %81, i64 noundef %84)
   store i64 %85, ptr %11, align 8
   %86 = load i64, ptr %9, align 8
   %87 = add nsw i64 %86, 1
   %88 = load ptr, ptr %5, align 8
-  %89 = getelementptr inbounds nuw %struct.Attention, ptr %88, i32 0, i32 13
+  %89 = getelementptr inbounds nuw %struct.Attention, ptr %88, i32 0, i32 15
   %90 = load i64, ptr %89, align 8
   %91 = mul nsw i64 %87, %90
   %92 = load ptr, ptr %5, align 8
-  %93 = getelementptr inbounds nuw %struct.Attention, ptr %92, i32 0, i32 9
+  %93 = getelementptr inbounds nuw %struct.Attention, ptr %92, i32 0, i32 11
   %94 = load i64, ptr %93, align 8
   %95 = call i64 @least(i64 noundef %91, i64 noundef %94)
   store i64 %95, ptr %12, align 8
@@ -3841,7 +3907,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   store i64 %101, ptr %15, align 8
   %104 = load i64, ptr %9, align 8
   %105 = load ptr, ptr %5, align 8
-  %106 = getelementptr inbounds nuw %struct.Attention, ptr %105, i32 0, i32 13
+  %106 = getelementptr inbounds nuw %struct.Attention, ptr %105, i32 0, i32 15
   %107 = load i64, ptr %106, align 8
   %108 = mul nsw i64 %104, %107
   store i64 %108, ptr %16, align 8
@@ -3855,7 +3921,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
 
 113:
   store i32 2, ptr %17, align 4
-  br label %321
+  br label %316
 
 114:
   call void @llvm.memset.p0.i64(ptr align 8 %18, i8 0, i64 152, i1 false)
@@ -3881,7 +3947,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %132 = load i64, ptr %7, align 8
   %133 = add nsw i64 %131, %132
   %134 = load ptr, ptr %5, align 8
-  %135 = getelementptr inbounds nuw %struct.Attention, ptr %134, i32 0, i32 9
+  %135 = getelementptr inbounds nuw %struct.Attention, ptr %134, i32 0, i32 11
   %136 = load i64, ptr %135, align 8
   %137 = mul nsw i64 %133, %136
   %138 = load i64, ptr %16, align 8
@@ -3893,7 +3959,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %144 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 1
   store ptr %143, ptr %144, align 8
   %145 = load ptr, ptr %5, align 8
-  %146 = getelementptr inbounds nuw %struct.Attention, ptr %145, i32 0, i32 10
+  %146 = getelementptr inbounds nuw %struct.Attention, ptr %145, i32 0, i32 12
   %147 = load i64, ptr %146, align 8
   store i64 %147, ptr %19, align 8
   store i64 -1, ptr %20, align 8
@@ -3924,7 +3990,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %163 = getelementptr inbounds nuw %struct.Attention, ptr %162, i32 0, i32 7
   %164 = load i64, ptr %163, align 8
   %165 = load ptr, ptr %5, align 8
-  %166 = getelementptr inbounds nuw %struct.Attention, ptr %165, i32 0, i32 8
+  %166 = getelementptr inbounds nuw %struct.Attention, ptr %165, i32 0, i32 10
   %167 = load i64, ptr %166, align 8
   %168 = mul nsw i64 %164, %167
   %169 = load i64, ptr @head_dim, align 8
@@ -4075,7 +4141,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
 
 271:
   store i32 14, ptr %17, align 4
-  br label %317
+  br label %312
 
 272:
   %273 = load i64, ptr %11, align 8
@@ -4088,62 +4154,94 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %280 = sub nsw i64 %279, 1
   %281 = and i64 %280, -16
   store i64 %281, ptr %28, align 8
-  %282 = load i64, ptr %7, align 8
-  %283 = load ptr, ptr %5, align 8
-  %284 = getelementptr inbounds nuw %struct.Attention, ptr %283, i32 0, i32 10
-  %285 = load i64, ptr %284, align 8
-  %286 = mul nsw i64 %282, %285
-  %287 = load i64, ptr %27, align 8
-  %288 = add nsw i64 %286, %287
-  %289 = load i64, ptr @head_dim, align 8
-  %290 = mul nsw i64 %288, %289
-  store i64 %290, ptr %29, align 8
-  %291 = load i64, ptr %28, align 8
-  %292 = call i64 @least(i64 noundef %291, i64 noundef 256)
-  %293 = load ptr, ptr %5, align 8
-  %294 = getelementptr inbounds nuw %struct.Attention, ptr %293, i32 0, i32 10
-  %295 = load i64, ptr %294, align 8
-  %296 = load i64, ptr %27, align 8
-  %297 = sub nsw i64 %295, %296
-  %298 = call i64 @least(i64 noundef %292, i64 noundef %297)
-  store i64 %298, ptr %30, align 8
-  %299 = load ptr, ptr %5, align 8
-  %300 = getelementptr inbounds nuw %struct.Attention, ptr %299, i32 0, i32 1
-  %301 = load ptr, ptr %300, align 8
-  %302 = load i64, ptr %29, align 8
-  %303 = load i32, ptr %6, align 4
-  %304 = call ptr @element(ptr noundef %301, i64 noundef %302, i32 noundef %303)
-  %305 = load ptr, ptr %5, align 8
-  %306 = getelementptr inbounds nuw %struct.Attention, ptr %305, i32 0, i32 2
-  %307 = load ptr, ptr %306, align 8
-  %308 = load i64, ptr %29, align 8
-  %309 = load i32, ptr %6, align 4
-  %310 = call ptr @element(ptr noundef %307, i64 noundef %308, i32 noundef %309)
-  %311 = load i64, ptr %27, align 8
-  %312 = load i64, ptr %30, align 8
-  %313 = load i32, ptr %6, align 4
-  call void @attend_chunk(ptr noundef %18, ptr noundef %304, ptr noundef %310, i64 noundef %311, i64 noundef %312, i32 noundef %313)
-  br label %314
+  %282 = load ptr, ptr %5, align 8
+  %283 = load i64, ptr %7, align 8
+  %284 = load i64, ptr %27, align 8
+  %285 = call i64 @cached(ptr noundef %282, i64 noundef %283, i64 noundef %284)
+  store i64 %285, ptr %29, align 8
+  %286 = load i64, ptr %28, align 8
+  %287 = call i64 @least(i64 noundef %286, i64 noundef 256)
+  %288 = load ptr, ptr %5, align 8
+  %289 = getelementptr inbounds nuw %struct.Attention, ptr %288, i32 0, i32 12
+  %290 = load i64, ptr %289, align 8
+  %291 = load i64, ptr %27, align 8
+  %292 = sub nsw i64 %290, %291
+  %293 = call i64 @least(i64 noundef %287, i64 noundef %292)
+  store i64 %293, ptr %30, align 8
+  %294 = load ptr, ptr %5, align 8
+  %295 = getelementptr inbounds nuw %struct.Attention, ptr %294, i32 0, i32 1
+  %296 = load ptr, ptr %295, align 8
+  %297 = load i64, ptr %29, align 8
+  %298 = load i32, ptr %6, align 4
+  %299 = call ptr @element(ptr noundef %296, i64 noundef %297, i32 noundef %298)
+  %300 = load ptr, ptr %5, align 8
+  %301 = getelementptr inbounds nuw %struct.Attention, ptr %300, i32 0, i32 2
+  %302 = load ptr, ptr %301, align 8
+  %303 = load i64, ptr %29, align 8
+  %304 = load i32, ptr %6, align 4
+  %305 = call ptr @element(ptr noundef %302, i64 noundef %303, i32 noundef %304)
+  %306 = load i64, ptr %27, align 8
+  %307 = load i64, ptr %30, align 8
+  %308 = load i32, ptr %6, align 4
+  call void @attend_chunk(ptr noundef %18, ptr noundef %299, ptr noundef %305, i64 noundef %306, i64 noundef %307, i32 noundef %308)
+  br label %309
 
-314:
-  %315 = load i64, ptr %27, align 8
-  %316 = add nsw i64 %315, 256
-  store i64 %316, ptr %27, align 8
+309:
+  %310 = load i64, ptr %27, align 8
+  %311 = add nsw i64 %310, 256
+  store i64 %311, ptr %27, align 8
   br label %264, !llvm.loop !49
 
-317:
-  br label %318
+312:
+  br label %313
 
-318:
-  %319 = load i64, ptr %16, align 8
-  %320 = add nsw i64 %319, 16
-  store i64 %320, ptr %16, align 8
+313:
+  %314 = load i64, ptr %16, align 8
+  %315 = add nsw i64 %314, 16
+  store i64 %315, ptr %16, align 8
   br label %109, !llvm.loop !50
 
-321:
-  %322 = load ptr, ptr %14, align 8
-  call void @llvm.stackrestore.p0(ptr %322)
+316:
+  %317 = load ptr, ptr %14, align 8
+  call void @llvm.stackrestore.p0(ptr %317)
   ret void
+}
+
+define internal i64 @cached(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i64, align 8
+  store ptr %0, ptr %4, align 8
+  store i64 %1, ptr %5, align 8
+  store i64 %2, ptr %6, align 8
+  %7 = load i64, ptr %5, align 8
+  %8 = load ptr, ptr %4, align 8
+  %9 = getelementptr inbounds nuw %struct.Attention, ptr %8, i32 0, i32 7
+  %10 = load i64, ptr %9, align 8
+  %11 = sdiv i64 %7, %10
+  %12 = load ptr, ptr %4, align 8
+  %13 = getelementptr inbounds nuw %struct.Attention, ptr %12, i32 0, i32 8
+  %14 = load i64, ptr %13, align 8
+  %15 = mul nsw i64 %11, %14
+  %16 = load ptr, ptr %4, align 8
+  %17 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 9
+  %18 = load i64, ptr %17, align 8
+  %19 = add nsw i64 %15, %18
+  %20 = load i64, ptr %5, align 8
+  %21 = load ptr, ptr %4, align 8
+  %22 = getelementptr inbounds nuw %struct.Attention, ptr %21, i32 0, i32 7
+  %23 = load i64, ptr %22, align 8
+  %24 = srem i64 %20, %23
+  %25 = add nsw i64 %19, %24
+  %26 = load ptr, ptr %4, align 8
+  %27 = getelementptr inbounds nuw %struct.Attention, ptr %26, i32 0, i32 12
+  %28 = load i64, ptr %27, align 8
+  %29 = mul nsw i64 %25, %28
+  %30 = load i64, ptr %6, align 8
+  %31 = add nsw i64 %29, %30
+  %32 = load i64, ptr @head_dim, align 8
+  %33 = mul nsw i64 %31, %32
+  ret i64 %33
 }
 
 define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 noundef %3, i64 noundef %4, i32 noundef %5) #11 {
@@ -5164,6 +5262,57 @@ define internal void @store_some(ptr noundef %0, i64 noundef %1, <4 x float> nou
   ret void
 }
 
+define internal ptr @of_layer(ptr noundef %0, i64 noundef %1, i64 noundef %2) #1 {
+  %4 = alloca ptr, align 8
+  %5 = alloca i64, align 8
+  %6 = alloca i64, align 8
+  %7 = alloca i64, align 8
+  store ptr %0, ptr %4, align 8
+  store i64 %1, ptr %5, align 8
+  store i64 %2, ptr %6, align 8
+  store i64 1, ptr %7, align 8
+  br label %8
+
+8:
+  %9 = load i64, ptr %7, align 8
+  %10 = load ptr, ptr %4, align 8
+  %11 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %10, i32 0, i32 4
+  %12 = load i64, ptr %11, align 8
+  %13 = icmp slt i64 %9, %12
+  br i1 %13, label %15, label %14
+
+14:
+  br label %27
+
+15:
+  %16 = load ptr, ptr %4, align 8
+  %17 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %16, i32 0, i32 5
+  %18 = load ptr, ptr %17, align 8
+  %19 = load i64, ptr %7, align 8
+  %20 = getelementptr inbounds i64, ptr %18, i64 %19
+  %21 = load i64, ptr %20, align 8
+  %22 = load i64, ptr %6, align 8
+  %23 = mul nsw i64 %22, %21
+  store i64 %23, ptr %6, align 8
+  br label %24
+
+24:
+  %25 = load i64, ptr %7, align 8
+  %26 = add nsw i64 %25, 1
+  store i64 %26, ptr %7, align 8
+  br label %8, !llvm.loop !66
+
+27:
+  %28 = load ptr, ptr %4, align 8
+  %29 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %28, i32 0, i32 3
+  %30 = load ptr, ptr %29, align 8
+  %31 = load i64, ptr %5, align 8
+  %32 = load i64, ptr %6, align 8
+  %33 = mul nsw i64 %31, %32
+  %34 = getelementptr inbounds i8, ptr %30, i64 %33
+  ret ptr %34
+}
+
 define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %3 = alloca i64, align 8
   %4 = alloca ptr, align 8
@@ -5253,7 +5402,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %62 = load i32, ptr %13, align 4
   %63 = add nsw i32 %62, 1
   store i32 %63, ptr %13, align 4
-  br label %53, !llvm.loop !66
+  br label %53, !llvm.loop !67
 
 64:
   store i32 0, ptr %14, align 4
@@ -5293,7 +5442,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %86 = load i32, ptr %14, align 4
   %87 = add nsw i32 %86, 4
   store i32 %87, ptr %14, align 4
-  br label %65, !llvm.loop !67
+  br label %65, !llvm.loop !68
 
 88:
   %89 = load <4 x float>, ptr %11, align 16
@@ -5375,7 +5524,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %143 = load i32, ptr %18, align 4
   %144 = add nsw i32 %143, 4
   store i32 %144, ptr %18, align 4
-  br label %99, !llvm.loop !68
+  br label %99, !llvm.loop !69
 
 145:
   %146 = getelementptr inbounds [4 x <4 x float>], ptr %12, i64 0, i64 0
@@ -5472,7 +5621,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %215 = load i32, ptr %21, align 4
   %216 = add nsw i32 %215, 1
   store i32 %216, ptr %21, align 4
-  br label %159, !llvm.loop !69
+  br label %159, !llvm.loop !70
 
 217:
   br label %218
@@ -5481,7 +5630,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %219 = load i64, ptr %8, align 8
   %220 = add nsw i64 %219, 1
   store i64 %220, ptr %8, align 8
-  br label %39, !llvm.loop !70
+  br label %39, !llvm.loop !71
 
 221:
   ret void
@@ -5695,7 +5844,7 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %109 = load i64, ptr %11, align 8
   %110 = add nsw i64 %109, 4
   store i64 %110, ptr %11, align 8
-  br label %36, !llvm.loop !71
+  br label %36, !llvm.loop !72
 
 111:
   br label %112
@@ -5704,7 +5853,7 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %113 = load i64, ptr %10, align 8
   %114 = add nsw i64 %113, 1
   store i64 %114, ptr %10, align 8
-  br label %30, !llvm.loop !72
+  br label %30, !llvm.loop !73
 
 115:
   br label %116
@@ -5713,7 +5862,7 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %117 = load i64, ptr %8, align 8
   %118 = add nsw i64 %117, 4
   store i64 %118, ptr %8, align 8
-  br label %20, !llvm.loop !73
+  br label %20, !llvm.loop !74
 
 119:
   ret void
@@ -5832,7 +5981,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %84 = load i32, ptr %18, align 4
   %85 = add nsw i32 %84, 1
   store i32 %85, ptr %18, align 4
-  br label %74, !llvm.loop !74
+  br label %74, !llvm.loop !75
 
 86:
   store i64 0, ptr %19, align 8
@@ -5903,7 +6052,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %133 = load i32, ptr %22, align 4
   %134 = add nsw i32 %133, 1
   store i32 %134, ptr %22, align 4
-  br label %93, !llvm.loop !75
+  br label %93, !llvm.loop !76
 
 135:
   %136 = load ptr, ptr %16, align 8
@@ -6050,7 +6199,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %237 = load i32, ptr %26, align 4
   %238 = add nsw i32 %237, 1
   store i32 %238, ptr %26, align 4
-  br label %176, !llvm.loop !76
+  br label %176, !llvm.loop !77
 
 239:
   br label %240
@@ -6059,7 +6208,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %241 = load i32, ptr %23, align 4
   %242 = add nsw i32 %241, 1
   store i32 %242, ptr %23, align 4
-  br label %138, !llvm.loop !77
+  br label %138, !llvm.loop !78
 
 243:
   store i32 0, ptr %28, align 4
@@ -6207,7 +6356,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %352 = load i32, ptr %32, align 4
   %353 = add nsw i32 %352, 1
   store i32 %353, ptr %32, align 4
-  br label %282, !llvm.loop !78
+  br label %282, !llvm.loop !79
 
 354:
   br label %355
@@ -6216,7 +6365,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %356 = load i32, ptr %28, align 4
   %357 = add nsw i32 %356, 1
   store i32 %357, ptr %28, align 4
-  br label %244, !llvm.loop !79
+  br label %244, !llvm.loop !80
 
 358:
   br label %359
@@ -6229,7 +6378,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %363 = load ptr, ptr %16, align 8
   %364 = getelementptr inbounds i8, ptr %363, i64 %362
   store ptr %364, ptr %16, align 8
-  br label %87, !llvm.loop !80
+  br label %87, !llvm.loop !81
 
 365:
   store i32 0, ptr %35, align 4
@@ -6274,7 +6423,7 @@ define internal void @integer_tile(ptr noundef %0, i64 noundef %1, i64 noundef %
   %394 = load i32, ptr %35, align 4
   %395 = add nsw i32 %394, 1
   store i32 %395, ptr %35, align 4
-  br label %366, !llvm.loop !81
+  br label %366, !llvm.loop !82
 
 396:
   ret void
@@ -6356,7 +6505,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %60 = load i32, ptr %15, align 4
   %61 = add nsw i32 %60, 1
   store i32 %61, ptr %15, align 4
-  br label %49, !llvm.loop !82
+  br label %49, !llvm.loop !83
 
 62:
   store i64 0, ptr %16, align 8
@@ -6585,7 +6734,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %218 = load i32, ptr %27, align 4
   %219 = add nsw i32 %218, 1
   store i32 %219, ptr %27, align 4
-  br label %171, !llvm.loop !83
+  br label %171, !llvm.loop !84
 
 220:
   br label %221
@@ -6594,7 +6743,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %222 = load i32, ptr %24, align 4
   %223 = add nsw i32 %222, 1
   store i32 %223, ptr %24, align 4
-  br label %137, !llvm.loop !84
+  br label %137, !llvm.loop !85
 
 224:
   br label %225
@@ -6603,7 +6752,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %226 = load i32, ptr %22, align 4
   %227 = add nsw i32 %226, 1
   store i32 %227, ptr %22, align 4
-  br label %116, !llvm.loop !85
+  br label %116, !llvm.loop !86
 
 228:
   br label %229
@@ -6612,7 +6761,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %230 = load i32, ptr %18, align 4
   %231 = add nsw i32 %230, 1
   store i32 %231, ptr %18, align 4
-  br label %71, !llvm.loop !86
+  br label %71, !llvm.loop !87
 
 232:
   br label %233
@@ -6625,7 +6774,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %237 = load ptr, ptr %13, align 8
   %238 = getelementptr inbounds i8, ptr %237, i64 %236
   store ptr %238, ptr %13, align 8
-  br label %63, !llvm.loop !87
+  br label %63, !llvm.loop !88
 
 239:
   store i32 0, ptr %29, align 4
@@ -6678,7 +6827,7 @@ define internal void @float_tile(ptr noundef %0, i64 noundef %1, i64 noundef %2,
   %276 = load i32, ptr %29, align 4
   %277 = add nsw i32 %276, 1
   store i32 %277, ptr %29, align 4
-  br label %240, !llvm.loop !88
+  br label %240, !llvm.loop !89
 
 278:
   ret void
@@ -6737,7 +6886,7 @@ define internal <4 x i32> @add_dot(<4 x i32> noundef %0, <16 x i8> noundef %1, i
   %38 = load i32, ptr %9, align 4
   %39 = add nsw i32 %38, 1
   store i32 %39, ptr %9, align 4
-  br label %15, !llvm.loop !89
+  br label %15, !llvm.loop !90
 
 40:
   %41 = load <4 x i32>, ptr %4, align 16
@@ -6910,26 +7059,27 @@ attributes #16 = { nounwind }
 !64 = distinct !{!64, !7}
 !65 = distinct !{!65, !7, !24}
 !66 = distinct !{!66, !7}
-!67 = distinct !{!67, !7, !24}
+!67 = distinct !{!67, !7}
 !68 = distinct !{!68, !7, !24}
-!69 = distinct !{!69, !7}
+!69 = distinct !{!69, !7, !24}
 !70 = distinct !{!70, !7}
 !71 = distinct !{!71, !7}
 !72 = distinct !{!72, !7}
 !73 = distinct !{!73, !7}
-!74 = distinct !{!74, !7, !24}
+!74 = distinct !{!74, !7}
 !75 = distinct !{!75, !7, !24}
 !76 = distinct !{!76, !7, !24}
 !77 = distinct !{!77, !7, !24}
 !78 = distinct !{!78, !7, !24}
 !79 = distinct !{!79, !7, !24}
-!80 = distinct !{!80, !7}
-!81 = distinct !{!81, !7, !24}
+!80 = distinct !{!80, !7, !24}
+!81 = distinct !{!81, !7}
 !82 = distinct !{!82, !7, !24}
 !83 = distinct !{!83, !7, !24}
 !84 = distinct !{!84, !7, !24}
-!85 = distinct !{!85, !7}
-!86 = distinct !{!86, !7, !24}
-!87 = distinct !{!87, !7}
-!88 = distinct !{!88, !7, !24}
+!85 = distinct !{!85, !7, !24}
+!86 = distinct !{!86, !7}
+!87 = distinct !{!87, !7, !24}
+!88 = distinct !{!88, !7}
 !89 = distinct !{!89, !7, !24}
+!90 = distinct !{!90, !7, !24}

@@ -65,7 +65,7 @@ def write_windows(
 def rotate_and_write(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window) -> tuple[Queries, LayerCache]:
     """Rotated queries of a fused projection, and both caches with its rotated keys and its values."""
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
-    return q, write_windows(cache, k, v, window.start)
+    return q, window.with_layer(cache, write_windows(window.of_layer(cache), k, v, window.start))
 
 
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
@@ -75,7 +75,7 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     score m, the sum l of exp(score - m) and the sum of values by the same weights; a higher score in the next tile
     multiplies both sums by exp(m - new m).
     """
-    k_cache, v_cache = cache
+    k_cache, v_cache = window.of_layer(cache)
     batch, width, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads

@@ -14,11 +14,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TransposedMatrix
+from failfast_jax.kernels.blocks import BlockMatrix, TiledLayer, TiledMatrix, TransposedMatrix
 
 
 def product(
-    x: Float[Array, "*R I"], weight: Float[Array, "O I"] | BlockMatrix, preferred: DTypeLike | None = None
+    x: Float[Array, "*R I"], weight: Float[Array, "O I"] | BlockMatrix | TiledLayer, preferred: DTypeLike | None = None
 ) -> Float[Array, "*R O"]:
     """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
 
@@ -36,7 +36,7 @@ def product(
         return jax.lax.platform_dependent(x, weight, tpu=by_kernel, default=by_xla)
     if isinstance(weight, TransposedMatrix):
         return xla_product(x, weight, preferred)
-    if isinstance(weight, TiledMatrix):
+    if isinstance(weight, TiledMatrix | TiledLayer):
         from failfast_jax.kernels import cpu_blocks
 
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from failfast_jax.axes import Cache
 from failfast_jax.kernels.attention_window import TILE, LayerCache
 from failfast_jax.kernels.plain_attention import write_window
 from failfast_jax.models.model_config import ModelConfig
@@ -28,9 +29,10 @@ class KVCache:
     """Keys and values of every layer. It stores no lengths: its owner does, so rejecting tokens only moves a length
     back."""
 
-    k: tuple[Float[Array, "B K S H"], ...]
-    """Rotated keys, one array a layer: batch, KV heads, capacity in positions, head dimension."""
-    v: tuple[Float[Array, "B K S H"], ...]
+    k: tuple[Cache, ...]
+    """Rotated keys, one array a layer: batch, KV heads, capacity in positions, head dimension. Or one array, with the
+    KV heads of one layer after the other, where a pass loops over layers."""
+    v: tuple[Cache, ...]
     """Values, laid out like the keys."""
 
     @property
@@ -49,11 +51,15 @@ class KVCache:
         return cls(k=tuple(k for k, _ in layers), v=tuple(v for _, v in layers))
 
     @classmethod
-    def zeros(cls, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
-        """An empty cache; `capacity` is rounded up to whole tiles."""
-        shape = (batch, config.num_kv_heads, round_up(capacity, TILE), config.head_dim)
-        layers = range(config.num_layers)
-        return cls(k=tuple(jnp.zeros(shape, dtype) for _ in layers), v=tuple(jnp.zeros(shape, dtype) for _ in layers))
+    def zeros(
+        cls, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, *, is_stacked: bool = False
+    ) -> KVCache:
+        """An empty cache, in an array a layer or, stacked, one of all; `capacity` is rounded up to whole tiles."""
+        arrays = 1 if is_stacked else config.num_layers
+        heads = config.num_kv_heads * config.num_layers // arrays
+        shape = (batch, heads, round_up(capacity, TILE), config.head_dim)
+        k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(arrays)) for _ in "kv")
+        return cls(k=k, v=v)
 
 
 def move_slots(

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from failfast_jax.kernels.blocks import GROUP, TILE, BlockMatrix, TiledMatrix, TransposedMatrix
+from failfast_jax.kernels.blocks import GROUP, TILE, BlockMatrix, TiledLayer, TiledMatrix, TransposedMatrix
 from failfast_jax.kernels.row_operations import product, rms_norm
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put_parameter, total, transposed_specs, whole
@@ -55,7 +55,7 @@ class Linear(nnx.Module):
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
         if isinstance(weight, BlockMatrix):
             weight = weight.outputs_from(first) if first else weight
-        else:
+        elif not isinstance(weight, TiledLayer):
             weight = weight[..., first:, :].reshape(-1, weight.shape[-1])
         y = total(product(x, weight, preferred), over)
         return y if bias is None else y + bias[..., first:].reshape(-1)

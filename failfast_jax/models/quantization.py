@@ -229,12 +229,18 @@ def _is_blocks(node: Any) -> bool:
 
 def _is_matrix(name: str, value: Any) -> bool:
     """True for the embedding, and for the weight of a product."""
-    return value.ndim > 1 and name.split(".")[-1] in ("embed", "head", "weight")
+    *modules, leaf = name.split(".")
+    return value.ndim > 1 and leaf in ("embed", "head", "weight") and not "".join(modules[-1:]).endswith("norm")
 
 
-def _matrices(model: Any) -> list[jax.Array | BlockMatrix]:
+def _matrices(model: Any) -> list[Any]:
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_blocks)
     return [leaf for path, leaf in leaves if _is_matrix(name_of(path), leaf)]
+
+
+def is_in_tiles(module: Any) -> bool:
+    """True if the CPU's kernel multiplies by each matrix."""
+    return all(isinstance(matrix, TiledMatrix) for matrix in _matrices(module))
 
 
 def _activations(model: Any, matrix: BlockMatrix) -> str:

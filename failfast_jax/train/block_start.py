@@ -148,15 +148,15 @@ def initial(target: Decoder, model_config: DSparkConfig, source_layers: tuple[in
     """
     model = DSpark(model_config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed)))
     for layer, source in zip(model.layers, source_layers):
-        copy_parameters(layer, target.layers[source])
-        if layer.attention.q_norm is not None and target.layers[source].attention.q_norm is None:
+        copy_parameters(layer, target.layer(source))
+        if layer.attention.q_norm is not None and target.layer(source).attention.q_norm is None:
             scale_norms(layer.attention, layer.input_norm.weight[...])
     copy_parameters(model.norm, target.norm)
     before = source_layers[0] - 1
     if model.fc is not None and before in model_config.feature_layers:
         size, at = model_config.base.hidden_size, model_config.feature_layers.index(before)
         model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size)
-        copy_parameters(model.hidden_norm, target.layers[source_layers[0]].input_norm)
+        copy_parameters(model.hidden_norm, target.layer(source_layers[0]).input_norm)
     return _without_markov(model)
 
 

@@ -8,6 +8,7 @@ import functools
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
@@ -21,6 +22,7 @@ from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.decoding import picking
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks, cpu_blocks, cpu_kernels
+from failfast_jax.kernels.attention_window import RowGroups, TreeMask
 from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TransposedMatrix, as_array
 from failfast_jax.kernels.row_operations import product
 from failfast_jax.models import quantization, sharding, transformer
@@ -46,10 +48,41 @@ def test_logits_stay_close_and_the_original_as_it_was(tied, scheme, error):
     expected = np.asarray(model.logits([PROMPT]))
     small = model.quantized(scheme)
     assert all(isinstance(layer.weight[...], BlockMatrix) for layer in linears(small))
-    assert len(linears(small)) == 2 * 4 + (not tied) and isinstance(small.embed[...], BlockMatrix)
+    assert small.is_stacked and isinstance(small.embed[...], BlockMatrix)
+    assert len(linears(small)) == 4 + (not tied) and len(small.layers[0].mlp.down.weight[...].codes) == 2
     assert 1e-4 < difference(small.logits([PROMPT]), expected) < error
     assert small.quantized().embed[...].codes is small.embed[...].codes
     assert np.array_equal(model.logits([PROMPT]), expected)
+
+
+@pytest.mark.parametrize("head_dim", [8, 32])  # rotated by XLA, and by the kernel
+@pytest.mark.parametrize("pattern", ["text", "tree", "copies"])
+def test_a_pass_over_stacked_layers_has_the_bits_of_one_that_names_them(pattern, head_dim):
+    """With the cache of a first pass: hidden states, features, keys and values of all layers."""
+    model = random_model(tiny_config(hidden_size=64, intermediate_size=96, num_layers=3, head_dim=head_dim))
+    model.layers[1] = quantization.quantized(model.layers[1], "int4")
+    stacked = model.quantized()
+    assert stacked.places == ((0, 0), (1, 0), (0, 1))
+    single = copy.copy(stacked)
+    single.layers, single.places = nnx.List(quantization.quantized(layer, "int8") for layer in model.layers), None
+    extra = {
+        "text": {},
+        "tree": {"tree": TreeMask(jnp.array([[0, 1, 1]] * 2), jnp.tril(jnp.ones((2, 3, 3), bool)))},
+        "copies": {
+            "groups": RowGroups(
+                jnp.array([[7, 8, 7]] * 2), jnp.array([[[7, 7 + i, 8 + i, 0, 0] for i in range(3)]] * 2)
+            )
+        },
+    }[pattern]
+    results = []
+    for form in (stacked, single):
+        cache = form.init_cache(2, 128)
+        _, cache, _ = form.window(jnp.arange(14).reshape(2, 7), cache, jnp.zeros(2, int), jnp.int32(7))
+        tokens, start = jnp.array([[3, 4, 5]] * 2), jnp.full(2, 7)
+        hidden, cache, features = form.window(tokens, cache, start, jnp.int32(10), (-1, 0, 2), **extra)
+        results.append([hidden, features, jnp.concatenate(cache.k, axis=1), jnp.concatenate(cache.v, axis=1)])
+    for by_stack, by_name in zip(*results):
+        assert np.array_equal(by_stack, by_name) and np.isfinite(by_name).all()
 
 
 @pytest.mark.parametrize("method", ["ar", "failfast"])

@@ -161,8 +161,8 @@ class Checkpoint:
         """Number of parameters, each entry counted."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def kept_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
-        """The dtype in which a model in `dtype` holds each parameter; see `row_operations.kept_dtype`.
+    def storage_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
+        """The dtype in which a model in `dtype` holds each parameter; see `row_operations.storage_dtype`.
 
         Matrices of products may stay as stored.
 
@@ -173,7 +173,7 @@ class Checkpoint:
         for name, shape in self.shapes.items():
             stored = {tensor.dtype for _, tensor in plan.sources[name]}
             keeps = len(stored) == 1 and (name in ("embed", "head") or name.endswith(".weight"))
-            kept[name] = row_operations.kept_dtype(shape, *stored, dtype) if keeps else dtype
+            kept[name] = row_operations.storage_dtype(shape, *stored, dtype) if keeps else dtype
         return kept
 
     def load(
@@ -193,7 +193,7 @@ class Checkpoint:
 
         most_bits = 0 if widen or self.has_blocks() else quantization.SCHEMES.get(quantize, 16)
         values = self.read(
-            self.kept_dtypes(dtype),
+            self.storage_dtypes(dtype),
             place=place,
             convert=convert,
             progress=progress,

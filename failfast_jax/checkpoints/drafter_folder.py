@@ -262,7 +262,7 @@ class DrafterLayout:
             rounded = stored.itemsize < 4 and np.array_equal(read, whole(weight.astype(stored).astype(read.dtype)))
             return {} if rounded or np.array_equal(read, whole(weight)) else {name: value}
 
-        dtypes = checkpoint.kept_dtypes(np.dtype(target.dtype))
+        dtypes = checkpoint.storage_dtypes(np.dtype(target.dtype))
         values = checkpoint.read(dtypes, convert=unless_shared)
         shared = tuple(name for name in weights if name not in values)
         weights |= {name: values.pop(name) for name in {*weights} - {*shared}}

@@ -121,7 +121,7 @@ class BorrowingLayout:
         opened.check()
 
         def load(target: Decoder) -> Decoder:
-            values = opened.read(opened.kept_dtypes(np.dtype(target.dtype)))
+            values = opened.read(opened.storage_dtypes(np.dtype(target.dtype)))
             mask = values.pop("mask")
             return with_borrowed(opened.abstract_module(target.dtype).filled(values), target, mask)
 

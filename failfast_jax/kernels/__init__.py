@@ -1,7 +1,7 @@
 """Kernels: attention of a window of queries over a static cache, products, and norms.
 
 `kernel_table` lists every attention kernel and chooses one per pass. Each is a module with `attend(q, cache, window)`
-and, if it has limits, `refuses(case)`. Rules for all of them, but `xla_attention` and `cudnn_attention` read the whole
+and, if it has limits, `refusal(case)`. Rules for all of them, but `xla_attention` and `cudnn_attention` read the whole
 capacity, and their sums are the library's:
 
 - Query w of sequence b stands at position `start[b] + w`. The window's own keys and values are in the cache already

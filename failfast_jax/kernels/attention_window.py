@@ -218,7 +218,7 @@ class Limits:
     capacity: int
     dtypes: tuple[str, ...]
 
-    def refuses(self, case: AttentionCase) -> str | None:
+    def refusal(self, case: AttentionCase) -> str | None:
         """Returns why a case is not taken, or None if it is."""
         dtype, sizes, width = jnp.dtype(case.dtype).name, self.head_dims, case.width
         if case.pattern not in self.patterns:

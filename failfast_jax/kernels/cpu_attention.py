@@ -23,9 +23,9 @@ ROTATED = 32
 """`rotate_and_write` takes heads of multiples of this; twice the widest vector."""
 
 
-def refuses(case: AttentionCase) -> str | None:
+def refusal(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
-    return NO_UNIT if cpu_kernels.vector_lanes() is None else LIMITS.refuses(case)
+    return NO_UNIT if cpu_kernels.vector_lanes() is None else LIMITS.refusal(case)
 
 
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
@@ -38,7 +38,7 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     batch, width, heads, head_dim = q.shape
     cache_batch, kv_heads, capacity, cache_head_dim = k_cache.shape
     kv_heads, layer = kv_heads // window.layers, jnp.int32(0 if window.layer is None else window.layer)
-    reason = refuses(AttentionCase.of(heads, width, cache, window))
+    reason = refusal(AttentionCase.of(heads, width, cache, window))
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         reason = reason or "keys and values differ in shape or dtype"
     if (batch, head_dim) != (cache_batch, cache_head_dim):

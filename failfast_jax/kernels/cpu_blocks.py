@@ -60,14 +60,14 @@ def product(rows: Float[Array, "R I"], blocks: TiledMatrix | TiledLayer) -> Floa
         raise ValueError(f"product by blocks {[*leading, outputs, inputs]}: {reason}")
     padded = outputs + blocks.padding
     y = jax.ShapeDtypeStruct((rows.shape[0], math.prod(leading) * padded), jnp.float32)
-    room = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 52,), jnp.uint8)
+    scratch = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 52,), jnp.uint8)
     empty = np.zeros((1, 0, 1, TILE), np.float16)
     flat = blocks.with_arrays(lambda part: part.reshape(layers, -1, *part.shape[-2:]))
     parts = [empty if part is None else part for part in (flat.minimum, flat.outer_scale, flat.outer_minimum)]
     constants = {"code_bits": blocks.bits, "group": blocks.group, "has_minimum": int(blocks.minimum is not None)}
     if blocks.outer_scale is not None:
         constants["outer"] = inputs // blocks.outer_scale.shape[-2]
-    call = cpu_kernels.call(f"blocks_{blocks.activations}", y, room, **constants)
+    call = cpu_kernels.call(f"blocks_{blocks.activations}", y, scratch, **constants)
     result = call(rows, jnp.int32(layer.index), flat.codes, flat.scale, *parts)[0]
     return result.reshape(-1, *leading, padded)[..., :outputs].reshape(rows.shape[0], -1)
 

@@ -25,7 +25,7 @@ extern const long code_bits, group, outer, has_minimum;  // of products of block
 #define UNROLL _Pragma("clang loop unroll(full)")
 // Runs CALL with N rows, a constant of 1 .. 8 that code is made for: `count` of them, but at most `most`.
 #define WITH_ROWS(count, most, CALL)                                      \
-  switch (least(count, most)) {                                           \
+  switch (min_of(count, most)) {                                           \
     CASE_OF(1, most, CALL) CASE_OF(2, most, CALL) CASE_OF(3, most, CALL)  \
     CASE_OF(4, most, CALL) CASE_OF(5, most, CALL) CASE_OF(6, most, CALL)  \
     CASE_OF(7, most, CALL) CASE_OF(8, most, CALL)                         \
@@ -79,9 +79,9 @@ INLINE floats fma_(floats a, floats b, floats c) { return __builtin_elementwise_
 
 INLINE floats larger(floats a, floats b) { return b > a ? b : a; }  // a, where b is not a number
 
-INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long min_of(long a, long b) { return a < b ? a : b; }
 
-INLINE long most(long a, long b) { return a > b ? a : b; }
+INLINE long max_of(long a, long b) { return a > b ? a : b; }
 
 // Prefetches what lies `ahead` of the `size` bytes that are read now, into a core's second cache.
 INLINE void prefetch(const void *at, long size, long ahead) {
@@ -193,7 +193,7 @@ INLINE void parallel_for(XLA_FFI_CallFrame *frame, long count, Work *work, const
     for (long piece = 0; piece < count; piece++) work(piece, values);
     return;
   }
-  const long helpers = least(threads - 1, count / PIECES_PER_HELPER);
+  const long helpers = min_of(threads - 1, count / PIECES_PER_HELPER);
   *job = (Job){0, 0, helpers + 1, count, work, values};
   XLA_FFI_ThreadPool_Schedule_Args request = {sizeof request, NULL, frame->ctx, run_helper, job};
   for (long helper = 0; helper < helpers; helper++)
@@ -210,8 +210,8 @@ enum {
   AHEAD = 8192,      // bytes between what is read and what is prefetched
   TILE_ROWS = LANES == 8 ? 4 : 8,
   TILE_OUTPUTS = 3,  // rows and outputs of a tile, the fastest that were tried; `cpu_rows.LEAST_OUTPUTS`
-  MOST_OUTPUTS = 4,  // of a tile of products or of scores
-  MOST_SUMS = 24,    // of a tile: 8 rows x 3 outputs
+  MAX_OUTPUTS = 4,  // of a tile of products or of scores
+  MAX_SUMS = 24,    // of a tile: 8 rows x 3 outputs
 };
 
 typedef struct {
@@ -224,7 +224,7 @@ typedef struct {
 // Adds the products of `count` inputs, LANES or fewer, to the sums of `rows` rows and `width` outputs.
 INLINE void add_products(const float *x, const void *w, floats *total, long inputs, long at, long count, int rows,
                          int width, Type type) {
-  floats weights[MOST_OUTPUTS];
+  floats weights[MAX_OUTPUTS];
   UNROLL
   for (int output = 0; output < width; output++)
     weights[output] = load_some(element(w, output * inputs + at, type), count, type);
@@ -240,10 +240,10 @@ INLINE void add_products(const float *x, const void *w, floats *total, long inpu
 // `rows` rows of x times `width` outputs of w, summed in registers. Two rows and three outputs, LANES 16, 40 inputs:
 // six vectors of sums over inputs 0..15, 16..31 and 32..39, then six totals over their lanes.
 INLINE void tile(const float *x, const void *w, float *y, long inputs, long stride, int rows, int width, Type type) {
-  floats total[MOST_SUMS + LANES];
+  floats total[MAX_SUMS + LANES];
   UNROLL
   for (int i = 0; i < rows * width; i++) total[i] = (floats)0.0f;
-  const long turn = most(64 / bytes_of(type), LANES);  // a cache line of weights
+  const long turn = max_of(64 / bytes_of(type), LANES);  // a cache line of weights
   const long turns = inputs & -turn, whole = inputs & -(long)LANES;
   long at = 0;
   for (; at < turns; at += turn) {
@@ -262,11 +262,11 @@ INLINE void tile(const float *x, const void *w, float *y, long inputs, long stri
 }
 
 INLINE void outputs_of(long piece, const Product *p, Type type) {
-  const long end = least((piece + 1) * PIECE, p->outputs);
+  const long end = min_of((piece + 1) * PIECE, p->outputs);
   for (long row = 0; row < p->rows; row += TILE_ROWS)
     for (long output = piece * PIECE; output < end; output += TILE_OUTPUTS) {
       // The last tile overlaps the one before, perhaps another thread's: both write the same numbers.
-      const long here = least(output, p->outputs - TILE_OUTPUTS);
+      const long here = min_of(output, p->outputs - TILE_OUTPUTS);
       const float *x = p->x + row * p->inputs;
       const void *w = element(p->w, here * p->inputs, type);
       float *y = p->y + row * p->outputs + here;
@@ -337,7 +337,7 @@ INLINE integers add_dot(integers sum, codes weights, int32_t x) {
 // Rounds rows to int8: 32 inputs 0.5 -1.27 0 .. have the scale 0.01 and become 50 -127 0 ..
 NOINLINE void round_rows(long piece, const void *values) {
   const Blocks *p = values;
-  const long blocks = p->inputs / INPUTS, end = least((piece + 1) * ROUNDED_AT_ONCE, p->rows);
+  const long blocks = p->inputs / INPUTS, end = min_of((piece + 1) * ROUNDED_AT_ONCE, p->rows);
   for (long block = piece * ROUNDED_AT_ONCE * blocks; block < end * blocks; block++) {
     const float *x = p->x + block * INPUTS;
     floats high = (floats)0.0f, totals[LANES];  // of both halves; the third is NaN, if an input is not finite
@@ -459,7 +459,7 @@ INLINE void float_tile(const Blocks *p, long tile, long lane, long row, int rows
 
 // All rows times TILES tiles, which stay in a core's cache.
 INLINE void block_tiles(long piece, const Blocks *p, int rounded) {
-  const long end = least((piece + 1) * TILES, p->outputs / TILE);
+  const long end = min_of((piece + 1) * TILES, p->outputs / TILE);
   for (long row = 0; row < p->rows; row += BLOCK_ROWS)
     for (long tile = piece * TILES; tile < end; tile++)
       for (long lane = 0; lane < TILE; lane += LANES)
@@ -481,7 +481,7 @@ typedef struct {
 // y = weight * x / sqrt(mean(x * x) + eps), row by row.
 NOINLINE void norms(long piece, const void *values) {
   const Norm *n = values;
-  const long whole = n->size & -(long)LANES, end = least((piece + 1) * NORMS_AT_ONCE, n->rows);
+  const long whole = n->size & -(long)LANES, end = min_of((piece + 1) * NORMS_AT_ONCE, n->rows);
   for (long row = piece * NORMS_AT_ONCE; row < end; row++) {
     const float *x = n->x + row * n->size;
     float *y = n->y + row * n->size;
@@ -508,7 +508,7 @@ enum {
   SLOTS = 4,          // slots of a tile
   WIDE = LANES == 8 ? 2 : 4,  // vectors of a tile of values
 };
-#define HIDDEN -1e30f  // the score of a slot that a row does not see
+#define MASKED_SCORE -1e30f  // the score of a slot that a row does not see
 typedef struct {
   const float *q;             // [batch, width, KV heads, group, head_dim]: the query heads of a KV head are rows of it
   const void *k, *v;          // [batch, stored, capacity, head_dim]
@@ -557,7 +557,7 @@ INLINE float softmax_weights(float *scores, long place, long slots, int first, i
   floats best = (floats)highest, all = (floats)0.0f;
   for (long at = 0; at < slots; at += LANES) {
     integers slot = lane + (int)(place + at), seen = (slot >= first) & (slot <= last);
-    best = larger(best, seen ? load(scores + at, FLOAT32) : (floats)HIDDEN);
+    best = larger(best, seen ? load(scores + at, FLOAT32) : (floats)MASKED_SCORE);
   }
   const float peak = largest(best);
   for (long at = 0; at < slots; at += LANES) {
@@ -578,13 +578,13 @@ INLINE void mix_columns(const float *weights, const void *v, float *sums, long s
   floats total[ROWS * WIDE];
   UNROLL
   for (int i = 0; i < rows * wide; i++)
-    total[i] = load_some(sums + i / wide * (head_dim + 2) + i % wide * LANES, least(count, LANES), FLOAT32);
+    total[i] = load_some(sums + i / wide * (head_dim + 2) + i % wide * LANES, min_of(count, LANES), FLOAT32);
   for (long slot = 0; slot < slots; slot++) {
     const void *values = element(v, slot * head_dim, type);
     prefetch(values, count * bytes_of(type), AHEAD);
     UNROLL
     for (int column = 0; column < wide; column++) {
-      const floats value = load_some(element(values, column * LANES, type), least(count, LANES), type);
+      const floats value = load_some(element(values, column * LANES, type), min_of(count, LANES), type);
       UNROLL
       for (int row = 0; row < rows; row++)
         total[row * wide + column] = fma_((floats)weights[row * CHUNK + slot], value, total[row * wide + column]);
@@ -592,7 +592,7 @@ INLINE void mix_columns(const float *weights, const void *v, float *sums, long s
   }
   UNROLL
   for (int i = 0; i < rows * wide; i++)
-    store_some(sums + i / wide * (head_dim + 2) + i % wide * LANES, least(count, LANES), total[i]);
+    store_some(sums + i / wide * (head_dim + 2) + i % wide * LANES, min_of(count, LANES), total[i]);
 }
 
 INLINE void mix(const float *weights, const void *v, float *sums, long slots, int rows, Type type) {
@@ -628,36 +628,36 @@ INLINE void attend_block(long piece, const Attention *a, Type type) {
   // The last rows of a prompt see the most: they come first.
   const long pair = piece % a->pairs, split = piece / a->pairs % a->splits;
   const long block = a->blocks - 1 - piece / a->pairs / a->splits;
-  const long from = a->splits > 1 ? split * CHUNK : 0, until = least(a->splits > 1 ? from + CHUNK : a->live, a->live);
-  const long end = least((block + 1) * a->block, a->rows);
+  const long from = a->splits > 1 ? split * CHUNK : 0, until = min_of(a->splits > 1 ? from + CHUNK : a->live, a->live);
+  const long end = min_of((block + 1) * a->block, a->rows);
   const float factor = 1.0f / __builtin_sqrtf((float)head_dim);
   float scaled[ROWS_AT_ONCE * head_dim];
   for (long row = block * a->block; row < end; row += ROWS_AT_ONCE) {
-    Block b = {.q = scaled, .rows = least(end - row, ROWS_AT_ONCE)};
+    Block b = {.q = scaled, .rows = min_of(end - row, ROWS_AT_ONCE)};
     b.sums = a->parts + ((split * a->pairs + pair) * a->rows + row) * (head_dim + 2);
     long low = a->capacity, high = -1;
     for (long i = 0; i < b.rows; i++) {
       const long from_q = query(a, pair, row + i), position = from_q / (a->heads * a->shared * head_dim);
       b.first[i] = a->first[position], b.last[i] = a->last[position];
-      low = least(low, b.first[i]), high = most(high, b.last[i]);
+      low = min_of(low, b.first[i]), high = max_of(high, b.last[i]);
       float *sums = b.sums + i * (head_dim + 2);
       for (long at = 0; at < head_dim; at++) scaled[i * head_dim + at] = a->q[from_q + at] * factor;
-      for (long at = 0; at < head_dim + 2; at++) sums[at] = at == head_dim ? HIDDEN : 0.0f;
+      for (long at = 0; at < head_dim + 2; at++) sums[at] = at == head_dim ? MASKED_SCORE : 0.0f;
     }
-    for (long place = most(from, low & -(long)CHUNK); place < least(until, high + 1); place += CHUNK) {
-      const long needed = (least(until, high + 1) - place + STEP - 1) & -(long)STEP;
-      const long at = cached(a, pair, place), slots = least(least(needed, CHUNK), a->capacity - place);
+    for (long place = max_of(from, low & -(long)CHUNK); place < min_of(until, high + 1); place += CHUNK) {
+      const long needed = (min_of(until, high + 1) - place + STEP - 1) & -(long)STEP;
+      const long at = cached(a, pair, place), slots = min_of(min_of(needed, CHUNK), a->capacity - place);
       attend_chunk(&b, element(a->k, at, type), element(a->v, at, type), place, slots, type);
     }
   }
 }
 
 // Adds up each row's splits, in their order, and divides by the sum of weights: zeros where a row sees nothing.
-NOINLINE void join(const Attention *a, float *out) {
+NOINLINE void combine_splits(const Attention *a, float *out) {
   const long split = a->pairs * a->rows * (head_dim + 2);
   for (long index = 0; index < a->pairs * a->rows; index++) {
     const float *sums = a->parts + index * (head_dim + 2);
-    float highest = HIDDEN, total = 0.0f, *y = out + query(a, index / a->rows, index % a->rows);
+    float highest = MASKED_SCORE, total = 0.0f, *y = out + query(a, index / a->rows, index % a->rows);
     for (long at = 0; at < head_dim; at++) y[at] = 0.0f;
     for (long s = 0; s < a->splits; s++) {
       const float score = sums[s * split + head_dim];
@@ -702,8 +702,8 @@ INLINE void rotate_head(const float *x, const float *cos, const float *sin, floa
 NOINLINE void rotate_rows(long piece, const void *values) {
   const Rotation *r = values;
   float key[head_dim];
-  for (long row = piece * ROTATED_AT_ONCE; row < least((piece + 1) * ROTATED_AT_ONCE, r->rows); row++) {
-    const long batch = row / r->width, start = most(least(r->start[batch], r->capacity - r->width), 0);
+  for (long row = piece * ROTATED_AT_ONCE; row < min_of((piece + 1) * ROTATED_AT_ONCE, r->rows); row++) {
+    const long batch = row / r->width, start = max_of(min_of(r->start[batch], r->capacity - r->width), 0);
     const float *cos = r->cos + row * (head_dim / 2), *sin = r->sin + row * (head_dim / 2);
     for (long head = 0; head < r->kv_heads; head++) {
       const float *x = r->heads + (row * r->kv_heads + head) * (r->shared + 2) * head_dim;
@@ -732,12 +732,12 @@ typedef struct {
 } Rows;
 
 // The first place of a row's largest number; `size`, where a number is NaN.
-NOINLINE void first_largest(long row, const void *values) {
+NOINLINE void argmax_row(long row, const void *values) {
   const Rows *r = values;
   floats best = (floats)-__builtin_inff();
   integers nan = (integers)0, turn = (integers)0;  // of LANES numbers, where the best was first seen
   for (long next = 0; next < r->size; next += LANES) {
-    const long at = least(next, r->size - LANES);  // the last numbers are seen twice
+    const long at = min_of(next, r->size - LANES);  // the last numbers are seen twice
     const floats number = load(r->x + row * r->size + at, FLOAT32);
     const integers higher = number > best;
     nan |= number != number;
@@ -807,7 +807,7 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
       .blocks = (rows + block - 1) / block,
   };
   parallel_for(frame, a.pairs * a.splits * a.blocks, work, &a);
-  join(&a, result(frame, 0)->data);
+  combine_splits(&a, result(frame, 0)->data);
   return NULL;
 }
 
@@ -832,7 +832,7 @@ XLA_FFI_Error *failfast_argmax(XLA_FFI_CallFrame *frame) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *x = argument(frame, 0);
   const Rows values = {x->data, result(frame, 0)->data, x->dims[1]};
-  parallel_for(frame, x->dims[0], first_largest, &values);
+  parallel_for(frame, x->dims[0], argmax_row, &values);
   return NULL;
 }
 
@@ -863,19 +863,19 @@ INLINE const void *of_layer(XLA_FFI_Buffer *array, long layer, long bytes) {
 }
 
 // blocks(x: [rows, inputs] float32, layer: int32, codes, scale, minimum, outer_scale, outer_minimum: [layers, ...], see
-//        Blocks; empty, what a weight does not have) -> [rows, outputs] float32, and room for rounded rows
+//        Blocks; empty, what a weight does not have) -> [rows, outputs] float32, and scratch memory for rounded rows
 INLINE XLA_FFI_Error *block_product(XLA_FFI_CallFrame *frame, Work *work, int rounded) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *x = argument(frame, 0), *y = result(frame, 0);
   const long rows = x->dims[0], inputs = x->dims[1], blocks = rows * inputs / INPUTS;
   const long layer = *(const int32_t *)argument(frame, 1)->data, scale_bytes = bytes_of(outer ? INT8 : FLOAT16);
-  char *room = result(frame, 1)->data;
+  char *scratch = result(frame, 1)->data;
   const Blocks p = {
       .x = x->data,
-      .row_scale = (float *)room,
-      .row_sum = (int32_t *)(room + blocks * 4),
-      .row_shift = (float *)(room + blocks * 12),
-      .rounded = (int8_t *)(room + blocks * 20),
+      .row_scale = (float *)scratch,
+      .row_sum = (int32_t *)(scratch + blocks * 4),
+      .row_shift = (float *)(scratch + blocks * 12),
+      .rounded = (int8_t *)(scratch + blocks * 20),
       .codes = of_layer(argument(frame, 2), layer, 1),
       .scale = of_layer(argument(frame, 3), layer, scale_bytes),
       .minimum = of_layer(argument(frame, 4), layer, scale_bytes),

@@ -357,7 +357,7 @@ define internal void @parallel_for(ptr noundef %0, i64 noundef %1, ptr noundef %
   %62 = sub nsw i64 %61, 1
   %63 = load i64, ptr %6, align 8
   %64 = sdiv i64 %63, 4
-  %65 = call i64 @least(i64 noundef %62, i64 noundef %64)
+  %65 = call i64 @min_of(i64 noundef %62, i64 noundef %64)
   store i64 %65, ptr %14, align 8
   %66 = load ptr, ptr %11, align 8
   %67 = getelementptr inbounds nuw %struct.Job, ptr %15, i32 0, i32 0
@@ -515,7 +515,7 @@ define internal void @rotate_rows(i64 noundef %0, ptr noundef %1) #3 {
   %36 = load ptr, ptr %5, align 8
   %37 = getelementptr inbounds nuw %struct.Rotation, ptr %36, i32 0, i32 7
   %38 = load i64, ptr %37, align 8
-  %39 = call i64 @least(i64 noundef %35, i64 noundef %38)
+  %39 = call i64 @min_of(i64 noundef %35, i64 noundef %38)
   %40 = icmp slt i64 %32, %39
   br i1 %40, label %42, label %41
 
@@ -544,8 +544,8 @@ define internal void @rotate_rows(i64 noundef %0, ptr noundef %1) #3 {
   %59 = getelementptr inbounds nuw %struct.Rotation, ptr %58, i32 0, i32 8
   %60 = load i64, ptr %59, align 8
   %61 = sub nsw i64 %57, %60
-  %62 = call i64 @least(i64 noundef %54, i64 noundef %61)
-  %63 = call i64 @most(i64 noundef %62, i64 noundef 0)
+  %62 = call i64 @min_of(i64 noundef %54, i64 noundef %61)
+  %63 = call i64 @max_of(i64 noundef %62, i64 noundef 0)
   store i64 %63, ptr %11, align 8
   %64 = load ptr, ptr %5, align 8
   %65 = getelementptr inbounds nuw %struct.Rotation, ptr %64, i32 0, i32 1
@@ -838,7 +838,7 @@ define ptr @failfast_argmax(ptr noundef %0) #0 {
   %31 = load ptr, ptr %30, align 8
   %32 = getelementptr inbounds i64, ptr %31, i64 0
   %33 = load i64, ptr %32, align 8
-  call void @parallel_for(ptr noundef %28, i64 noundef %33, ptr noundef @first_largest, ptr noundef %5)
+  call void @parallel_for(ptr noundef %28, i64 noundef %33, ptr noundef @argmax_row, ptr noundef %5)
   store ptr null, ptr %2, align 8
   br label %34
 
@@ -847,7 +847,7 @@ define ptr @failfast_argmax(ptr noundef %0) #0 {
   ret ptr %35
 }
 
-define internal void @first_largest(i64 noundef %0, ptr noundef %1) #3 {
+define internal void @argmax_row(i64 noundef %0, ptr noundef %1) #3 {
   %3 = alloca i64, align 8
   %4 = alloca ptr, align 8
   %5 = alloca ptr, align 8
@@ -889,7 +889,7 @@ define internal void @first_largest(i64 noundef %0, ptr noundef %1) #3 {
   %28 = getelementptr inbounds nuw %struct.Rows, ptr %27, i32 0, i32 2
   %29 = load i64, ptr %28, align 8
   %30 = sub nsw i64 %29, 8
-  %31 = call i64 @least(i64 noundef %26, i64 noundef %30)
+  %31 = call i64 @min_of(i64 noundef %26, i64 noundef %30)
   store i64 %31, ptr %10, align 8
   %32 = load ptr, ptr %5, align 8
   %33 = getelementptr inbounds nuw %struct.Rows, ptr %32, i32 0, i32 0
@@ -1153,7 +1153,7 @@ define internal void @norms(i64 noundef %0, ptr noundef %1) #3 {
   %27 = load ptr, ptr %5, align 8
   %28 = getelementptr inbounds nuw %struct.Norm, ptr %27, i32 0, i32 4
   %29 = load i64, ptr %28, align 8
-  %30 = call i64 @least(i64 noundef %26, i64 noundef %29)
+  %30 = call i64 @min_of(i64 noundef %26, i64 noundef %29)
   store i64 %30, ptr %7, align 8
   %31 = load i64, ptr %3, align 8
   %32 = mul nsw i64 %31, 64
@@ -1720,7 +1720,7 @@ define internal ptr @attention(ptr noundef %0, ptr noundef %1) #1 {
   %159 = call ptr @result(ptr noundef %158, i64 noundef 0)
   %160 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %159, i32 0, i32 3
   %161 = load ptr, ptr %160, align 8
-  call void @join(ptr noundef %16, ptr noundef %161)
+  call void @combine_splits(ptr noundef %16, ptr noundef %161)
   store ptr null, ptr %3, align 8
   br label %162
 
@@ -2032,7 +2032,7 @@ define internal i32 @failed(ptr noundef %0, ptr noundef %1) #1 {
 
 declare noalias ptr @malloc(i64 noundef) #6
 
-define internal i64 @least(i64 noundef %0, i64 noundef %1) #1 {
+define internal i64 @min_of(i64 noundef %0, i64 noundef %1) #1 {
   %3 = alloca i64, align 8
   %4 = alloca i64, align 8
   store i64 %0, ptr %3, align 8
@@ -2144,7 +2144,7 @@ declare void @free(ptr noundef) #9
 
 declare ptr @llvm.stacksave.p0() #10
 
-define internal i64 @most(i64 noundef %0, i64 noundef %1) #1 {
+define internal i64 @max_of(i64 noundef %0, i64 noundef %1) #1 {
   %3 = alloca i64, align 8
   %4 = alloca i64, align 8
   store i64 %0, ptr %3, align 8
@@ -2615,7 +2615,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %18 = load ptr, ptr %5, align 8
   %19 = getelementptr inbounds nuw %struct.Product, ptr %18, i32 0, i32 5
   %20 = load i64, ptr %19, align 8
-  %21 = call i64 @least(i64 noundef %17, i64 noundef %20)
+  %21 = call i64 @min_of(i64 noundef %17, i64 noundef %20)
   store i64 %21, ptr %7, align 8
   store i64 0, ptr %8, align 8
   br label %22
@@ -2654,7 +2654,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %40 = getelementptr inbounds nuw %struct.Product, ptr %39, i32 0, i32 5
   %41 = load i64, ptr %40, align 8
   %42 = sub nsw i64 %41, 3
-  %43 = call i64 @least(i64 noundef %38, i64 noundef %42)
+  %43 = call i64 @min_of(i64 noundef %38, i64 noundef %42)
   store i64 %43, ptr %11, align 8
   %44 = load ptr, ptr %5, align 8
   %45 = getelementptr inbounds nuw %struct.Product, ptr %44, i32 0, i32 0
@@ -2694,7 +2694,7 @@ define internal void @outputs_of(i64 noundef %0, ptr noundef %1, i32 noundef %2)
   %76 = load i64, ptr %75, align 8
   %77 = load i64, ptr %8, align 8
   %78 = sub nsw i64 %76, %77
-  %79 = call i64 @least(i64 noundef %78, i64 noundef 4)
+  %79 = call i64 @min_of(i64 noundef %78, i64 noundef 4)
   switch i64 %79, label %128 [
     i64 1, label %80
     i64 2, label %91
@@ -2869,7 +2869,7 @@ define internal void @tile(ptr noundef %0, ptr noundef %1, ptr noundef %2, i64 n
   %41 = load i32, ptr %16, align 4
   %42 = call i64 @bytes_of(i32 noundef %41)
   %43 = sdiv i64 64, %42
-  %44 = call i64 @most(i64 noundef %43, i64 noundef 8)
+  %44 = call i64 @max_of(i64 noundef %43, i64 noundef 8)
   store i64 %44, ptr %19, align 8
   %45 = load i64, ptr %12, align 8
   %46 = load i64, ptr %19, align 8
@@ -3303,7 +3303,7 @@ define internal <8 x float> @load_some(ptr noundef %0, i64 noundef %1, i32 nound
   ret <8 x float> %16
 }
 
-define internal void @join(ptr noundef %0, ptr noundef %1) #3 {
+define internal void @combine_splits(ptr noundef %0, ptr noundef %1) #3 {
   %3 = alloca ptr, align 8
   %4 = alloca ptr, align 8
   %5 = alloca i64, align 8
@@ -3837,7 +3837,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %82 = load ptr, ptr %5, align 8
   %83 = getelementptr inbounds nuw %struct.Attention, ptr %82, i32 0, i32 13
   %84 = load i64, ptr %83, align 8
-  %85 = call i64 @least(i64 noundef %81, i64 noundef %84)
+  %85 = call i64 @min_of(i64 noundef %81, i64 noundef %84)
   store i64 %85, ptr %11, align 8
   %86 = load i64, ptr %9, align 8
   %87 = add nsw i64 %86, 1
@@ -3848,7 +3848,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %92 = load ptr, ptr %5, align 8
   %93 = getelementptr inbounds nuw %struct.Attention, ptr %92, i32 0, i32 11
   %94 = load i64, ptr %93, align 8
-  %95 = call i64 @least(i64 noundef %91, i64 noundef %94)
+  %95 = call i64 @min_of(i64 noundef %91, i64 noundef %94)
   store i64 %95, ptr %12, align 8
   %96 = load i64, ptr @head_dim, align 8
   %97 = sitofp i64 %96 to float
@@ -3890,7 +3890,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %120 = load i64, ptr %12, align 8
   %121 = load i64, ptr %16, align 8
   %122 = sub nsw i64 %120, %121
-  %123 = call i64 @least(i64 noundef %122, i64 noundef 16)
+  %123 = call i64 @min_of(i64 noundef %122, i64 noundef 16)
   store i64 %123, ptr %119, align 8
   %124 = load ptr, ptr %5, align 8
   %125 = getelementptr inbounds nuw %struct.Attention, ptr %124, i32 0, i32 5
@@ -3979,7 +3979,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %193 = getelementptr inbounds [16 x i32], ptr %191, i64 0, i64 %192
   %194 = load i32, ptr %193, align 4
   %195 = sext i32 %194 to i64
-  %196 = call i64 @least(i64 noundef %190, i64 noundef %195)
+  %196 = call i64 @min_of(i64 noundef %190, i64 noundef %195)
   store i64 %196, ptr %19, align 8
   %197 = load i64, ptr %20, align 8
   %198 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 3
@@ -3987,7 +3987,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %200 = getelementptr inbounds [16 x i32], ptr %198, i64 0, i64 %199
   %201 = load i32, ptr %200, align 4
   %202 = sext i32 %201 to i64
-  %203 = call i64 @most(i64 noundef %197, i64 noundef %202)
+  %203 = call i64 @max_of(i64 noundef %197, i64 noundef %202)
   store i64 %203, ptr %20, align 8
   %204 = getelementptr inbounds nuw %struct.Block, ptr %18, i32 0, i32 1
   %205 = load ptr, ptr %204, align 8
@@ -4082,7 +4082,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %260 = load i64, ptr %10, align 8
   %261 = load i64, ptr %19, align 8
   %262 = and i64 %261, -256
-  %263 = call i64 @most(i64 noundef %260, i64 noundef %262)
+  %263 = call i64 @max_of(i64 noundef %260, i64 noundef %262)
   store i64 %263, ptr %27, align 8
   br label %264
 
@@ -4091,7 +4091,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %266 = load i64, ptr %11, align 8
   %267 = load i64, ptr %20, align 8
   %268 = add nsw i64 %267, 1
-  %269 = call i64 @least(i64 noundef %266, i64 noundef %268)
+  %269 = call i64 @min_of(i64 noundef %266, i64 noundef %268)
   %270 = icmp slt i64 %265, %269
   br i1 %270, label %272, label %271
 
@@ -4103,7 +4103,7 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %273 = load i64, ptr %11, align 8
   %274 = load i64, ptr %20, align 8
   %275 = add nsw i64 %274, 1
-  %276 = call i64 @least(i64 noundef %273, i64 noundef %275)
+  %276 = call i64 @min_of(i64 noundef %273, i64 noundef %275)
   %277 = load i64, ptr %27, align 8
   %278 = sub nsw i64 %276, %277
   %279 = add nsw i64 %278, 16
@@ -4116,13 +4116,13 @@ define internal void @attend_block(i64 noundef %0, ptr noundef %1, i32 noundef %
   %285 = call i64 @cached(ptr noundef %282, i64 noundef %283, i64 noundef %284)
   store i64 %285, ptr %29, align 8
   %286 = load i64, ptr %28, align 8
-  %287 = call i64 @least(i64 noundef %286, i64 noundef 256)
+  %287 = call i64 @min_of(i64 noundef %286, i64 noundef 256)
   %288 = load ptr, ptr %5, align 8
   %289 = getelementptr inbounds nuw %struct.Attention, ptr %288, i32 0, i32 12
   %290 = load i64, ptr %289, align 8
   %291 = load i64, ptr %27, align 8
   %292 = sub nsw i64 %290, %291
-  %293 = call i64 @least(i64 noundef %287, i64 noundef %292)
+  %293 = call i64 @min_of(i64 noundef %287, i64 noundef %292)
   store i64 %293, ptr %30, align 8
   %294 = load ptr, ptr %5, align 8
   %295 = getelementptr inbounds nuw %struct.Attention, ptr %294, i32 0, i32 1
@@ -4248,7 +4248,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %37 = load i64, ptr %36, align 8
   %38 = load i64, ptr %15, align 8
   %39 = sub nsw i64 %37, %38
-  %40 = call i64 @least(i64 noundef %39, i64 noundef 4)
+  %40 = call i64 @min_of(i64 noundef %39, i64 noundef 4)
   switch i64 %40, label %105 [
     i64 1, label %41
     i64 2, label %56
@@ -4483,7 +4483,7 @@ define internal void @attend_chunk(ptr noundef %0, ptr noundef %1, ptr noundef %
   %195 = load i64, ptr %194, align 8
   %196 = load i64, ptr %24, align 8
   %197 = sub nsw i64 %195, %196
-  %198 = call i64 @least(i64 noundef %197, i64 noundef 4)
+  %198 = call i64 @min_of(i64 noundef %197, i64 noundef 4)
   switch i64 %198, label %263 [
     i64 1, label %199
     i64 2, label %214
@@ -5018,7 +5018,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %50 = sext i32 %49 to i64
   %51 = getelementptr inbounds float, ptr %45, i64 %50
   %52 = load i64, ptr %12, align 8
-  %53 = call i64 @least(i64 noundef %52, i64 noundef 8)
+  %53 = call i64 @min_of(i64 noundef %52, i64 noundef 8)
   %54 = call <8 x float> @load_some(ptr noundef %51, i64 noundef %53, i32 noundef 0)
   %55 = load i32, ptr %17, align 4
   %56 = sext i32 %55 to i64
@@ -5081,7 +5081,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %89 = load i32, ptr %14, align 4
   %90 = call ptr @element(ptr noundef %85, i64 noundef %88, i32 noundef %89)
   %91 = load i64, ptr %12, align 8
-  %92 = call i64 @least(i64 noundef %91, i64 noundef 8)
+  %92 = call i64 @min_of(i64 noundef %91, i64 noundef 8)
   %93 = load i32, ptr %14, align 4
   %94 = call <8 x float> @load_some(ptr noundef %90, i64 noundef %92, i32 noundef %93)
   store <8 x float> %94, ptr %22, align 32
@@ -5186,7 +5186,7 @@ define internal void @mix_columns(ptr noundef %0, ptr noundef %1, ptr noundef %2
   %161 = sext i32 %160 to i64
   %162 = getelementptr inbounds float, ptr %156, i64 %161
   %163 = load i64, ptr %12, align 8
-  %164 = call i64 @least(i64 noundef %163, i64 noundef 8)
+  %164 = call i64 @min_of(i64 noundef %163, i64 noundef 8)
   %165 = load i32, ptr %24, align 4
   %166 = sext i32 %165 to i64
   %167 = getelementptr inbounds [8 x <8 x float>], ptr %16, i64 0, i64 %166
@@ -5305,7 +5305,7 @@ define internal void @round_rows(i64 noundef %0, ptr noundef %1) #3 {
   %31 = load ptr, ptr %5, align 8
   %32 = getelementptr inbounds nuw %struct.Blocks, ptr %31, i32 0, i32 11
   %33 = load i64, ptr %32, align 8
-  %34 = call i64 @least(i64 noundef %30, i64 noundef %33)
+  %34 = call i64 @min_of(i64 noundef %30, i64 noundef %33)
   store i64 %34, ptr %7, align 8
   %35 = load i64, ptr %3, align 8
   %36 = mul nsw i64 %35, 2
@@ -5621,7 +5621,7 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %16 = getelementptr inbounds nuw %struct.Blocks, ptr %15, i32 0, i32 13
   %17 = load i64, ptr %16, align 8
   %18 = sdiv i64 %17, 16
-  %19 = call i64 @least(i64 noundef %14, i64 noundef %18)
+  %19 = call i64 @min_of(i64 noundef %14, i64 noundef %18)
   store i64 %19, ptr %7, align 8
   store i64 0, ptr %8, align 8
   br label %20
@@ -5673,7 +5673,7 @@ define internal void @block_tiles(i64 noundef %0, ptr noundef %1, i32 noundef %2
   %43 = load i64, ptr %42, align 8
   %44 = load i64, ptr %8, align 8
   %45 = sub nsw i64 %43, %44
-  %46 = call i64 @least(i64 noundef %45, i64 noundef 4)
+  %46 = call i64 @min_of(i64 noundef %45, i64 noundef 4)
   switch i64 %46, label %107 [
     i64 1, label %47
     i64 2, label %61

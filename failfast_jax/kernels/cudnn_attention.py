@@ -17,14 +17,14 @@ OLDEST = 8
 """Compute capability of the first GPUs on which JAX has cuDNN's attention."""
 
 
-def refuses(case: AttentionCase) -> str | None:
+def refusal(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
     capability = "9.0" if case.device is None else str(getattr(case.device, "compute_capability", "unknown"))
     major = int(version[1]) if (version := re.fullmatch(r"(\d+)\.\d+", capability)) else 0
     if major < OLDEST:
         return f"cuDNN's attention needs NVIDIA's capability {OLDEST}.0 (Ampere) or later, not {capability}"
     head_dims = range(8, 257 if major > OLDEST else 129, 8)
-    reason = Limits((TEXT, SLIDING), None, head_dims, 1, ("bfloat16", "float16")).refuses(case)
+    reason = Limits((TEXT, SLIDING), None, head_dims, 1, ("bfloat16", "float16")).refusal(case)
     return reason and f"cuDNN's attention does not take {reason}"
 
 

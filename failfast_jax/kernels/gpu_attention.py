@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.axes import Cache, PerSequence, Queries
 from failfast_jax.kernels.attention_window import TEXT, AttentionCase, LayerCache, Limits, Window
-from failfast_jax.kernels.plain_attention import HIDDEN
+from failfast_jax.kernels.plain_attention import MASKED_SCORE
 
 TILE = 64
 """Cache positions a step of the kernel. Tiles lie at absolute positions."""
@@ -39,19 +39,19 @@ _UNROLL = 8
 
 # The lowest running maximum: far below any score, and far above a hidden one, so that a tile in which a row sees
 # nothing adds exact zeros to it.
-_FLOOR = HIDDEN / 2
+_FLOOR = MASKED_SCORE / 2
 
 
 # In float32 `wgmma` would round its operands to tf32.
 LIMITS = Limits((TEXT,), 128, (64, 128), 128, ("bfloat16", "float16"))
 
 
-def refuses(case: AttentionCase) -> str | None:
+def refusal(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
     capability = "9.0" if case.device is None else str(getattr(case.device, "compute_capability", "unknown"))
     if not capability.startswith("9."):
         return f"the Mosaic GPU kernel uses wgmma: compute capability 9.x (Hopper), not {capability}"
-    reason = LIMITS.refuses(case)
+    reason = LIMITS.refusal(case)
     return reason and f"the Mosaic GPU kernel does not take {reason}"
 
 
@@ -157,7 +157,7 @@ def attend_splits(
                 scores = matmul(q_mem, k_ring[0].at[slot], transposed=True) * scale
                 fetch(k_ref, k_ring, index + stages)
                 at = (split + index * splits) * TILE
-                scores = jnp.where(columns + at <= sees, scores, HIDDEN)
+                scores = jnp.where(columns + at <= sees, scores, MASKED_SCORE)
                 new_highest = jnp.maximum(highest, scores.max(axis=1))
                 decay = jnp.exp2(highest - new_highest)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(new_highest, scores.shape, [0]))
@@ -263,7 +263,7 @@ def attend(
       splits: overrides `split_count`.
 
     Raises:
-      ValueError: if `refuses` has a reason against it.
+      ValueError: if `refusal` has a reason against it.
     """
     k_cache, v_cache = cache
     batch, width, heads, head_dim = q.shape
@@ -272,7 +272,7 @@ def attend(
     # A program may be lowered for a GPU where there is none.
     device = default if default.platform == "gpu" and not interpret else None
     case = dataclasses.replace(AttentionCase.of(heads, width, cache, window), device=device)
-    if reason := refuses(case):
+    if reason := refusal(case):
         raise ValueError(reason)
     group = heads // kv_heads
     blocks = pl.cdiv(group * width, ROWS)

@@ -1,6 +1,6 @@
 """Every attention kernel, the platform that it is for, and the one choice between them.
 
-A kernel is a module with two functions: `refuses(case)` returns why it cannot serve an `AttentionCase`, or None;
+A kernel is a module with two functions: `refusal(case)` returns why it cannot serve an `AttentionCase`, or None;
 `attend` computes the heads' outputs; it may have a `rotate_and_write` of its own. Modules are imported where they are
 asked: they bring LLVM or Pallas.
 """
@@ -44,9 +44,9 @@ class Kernel:
         """Imported when it is first asked for."""
         return importlib.import_module(f"failfast_jax.kernels.{self.file}")
 
-    def refuses(self, case: AttentionCase) -> str | None:
+    def refusal(self, case: AttentionCase) -> str | None:
         """Returns why the kernel cannot serve a case, or None if it can; those without limits can."""
-        return self.module.refuses(case) if hasattr(self.module, "refuses") else None
+        return self.module.refusal(case) if hasattr(self.module, "refusal") else None
 
 
 ATTENTION = (
@@ -75,7 +75,7 @@ def serving(name: str, case: AttentionCase) -> Kernel:
     first = next(index for index, kernel in enumerate(ATTENTION) if kernel.name == asked)
     platforms, refused = (ATTENTION[first].platform, None), []
     for kernel in (kernel for kernel in ATTENTION[first:] if kernel.platform in platforms):
-        if (reason := kernel.refuses(case)) is None:
+        if (reason := kernel.refusal(case)) is None:
             break
         refused.append(reason)
     if refused and case.pattern == COPIES and name in TPU_KERNELS:
@@ -101,7 +101,7 @@ def refusal(name: str, device: Any, **model: Any) -> str | None:
         seen = f"JAX sees no {platform.upper()} here, it runs on {device.platform}"
         return f"{seen}: leave it out, or see failfast_jax.doctor"
     case = AttentionCase(**{"dtype": jnp.bfloat16, "head_dim": 128} | model, device=device)
-    reasons = [kernel.refuses(case) for kernel in kernels]
+    reasons = [kernel.refusal(case) for kernel in kernels]
     return None if None in reasons else reasons[-1]
 
 
@@ -109,7 +109,7 @@ def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
     """Name of the kernel that a device runs unless told otherwise."""
     case = AttentionCase(dtype, head_dim, device=device)
     of_device = (kernel for kernel in ATTENTION if kernel.platform in (device.platform, None))
-    return next(kernel.name for kernel in of_device if kernel.refuses(case) is None)
+    return next(kernel.name for kernel in of_device if kernel.refusal(case) is None)
 
 
 def unserved(device: Any, **model: Any) -> str | None:

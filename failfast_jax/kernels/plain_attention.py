@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.axes import Cache, PerSequence, Queries
 from failfast_jax.kernels.attention_window import TILE, LayerCache, Window, visible_until
 
-HIDDEN = -1e30
+MASKED_SCORE = -1e30
 """Score of a hidden key: finite, so that a tile without a visible one gives exact zeros and no NaN."""
 
 
@@ -91,7 +91,7 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
         v = jax.lax.dynamic_slice_in_dim(v_cache, at, TILE, axis=2)
         scores = jnp.einsum("bkrh,bkth->bkrt", rows, k, preferred_element_type=jnp.float32)
         mask = jnp.tile(window.mask(width, at + jnp.arange(TILE)), (1, group, 1))[:, None]
-        scores = jnp.where(mask, scores, HIDDEN)
+        scores = jnp.where(mask, scores, MASKED_SCORE)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.exp(scores - new_highest[..., None])
         decay = jnp.exp(highest - new_highest)
@@ -99,7 +99,7 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
         return new_highest, total * decay + weights.sum(-1), acc * decay[..., None] + part
 
     shape = (batch, kv_heads, group * width)
-    carry = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    carry = (jnp.full(shape, MASKED_SCORE), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
     # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
     tiles = jnp.clip((window.live + TILE - 1) // TILE, 1, k_cache.shape[2] // TILE)
     _, total, acc = jax.lax.fori_loop(0, tiles, body, carry)
@@ -128,7 +128,7 @@ def dense_attention(
     last = visible_until(positions, block_size)
     if length is not None:
         last = jnp.minimum(last, length - 1)
-    scores = jnp.where(positions[None, :] <= last[:, None], scores, HIDDEN)
+    scores = jnp.where(positions[None, :] <= last[:, None], scores, MASKED_SCORE)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgqt,btkh->bqkgh", weights, v, preferred_element_type=jnp.float32)
     return out.reshape(batch, width, heads, head_dim).astype(q.dtype)

@@ -60,7 +60,7 @@ def xla_product(
     """`product` by XLA, on every device and over any number of them.
 
     Blocks become numbers inside the product (but on CPU): what is read from memory are codes. As for narrower floats,
-    see `kept_dtype`.
+    see `storage_dtype`.
     """
     if isinstance(weight, TransposedMatrix):
         y = _transposed_product(x.reshape(-1, len(weight.scale), weight.group), weight)
@@ -81,7 +81,7 @@ def _transposed_product(rows: Float[Array, "R G N"], matrix: TransposedMatrix) -
     return sums * matrix.scale[0] if is_scaled_last else sums
 
 
-def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:
+def storage_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:
     """The dtype in which to hold a matrix `[..., in]` that is stored in one and computed with in another.
 
     On CPU the one in which it is stored, where that is narrower and its numbers are among the other's: `product`

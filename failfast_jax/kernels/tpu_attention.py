@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 
 from failfast_jax.axes import Queries
 from failfast_jax.kernels.attention_window import COPIES, TEXT, AttentionCase, LayerCache, Limits, Window, in_ranges
-from failfast_jax.kernels.plain_attention import HIDDEN, rotated_heads, write_windows
+from failfast_jax.kernels.plain_attention import MASKED_SCORE, rotated_heads, write_windows
 
 LANES = 128
 MAX_WIDTH = 128
@@ -41,12 +41,12 @@ SCORES = 256 * 1024
 LIMITS = Limits((TEXT, COPIES), MAX_WIDTH, (64, 128, 256), LANES, ("bfloat16", "float32"))
 
 
-def refuses(case: AttentionCase, limits: Limits = LIMITS) -> str | None:
+def refusal(case: AttentionCase, limits: Limits = LIMITS) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
     version = re.search(r"TPU v?(\d+)", str(getattr(case.device, "device_kind", "")))
     if version is not None and int(version[1]) < OLDEST:
         return f"the TPU's kernels need a TPU v{OLDEST} or later, this is a {case.device.device_kind}"
-    reason = limits.refuses(case)
+    reason = limits.refusal(case)
     return reason and f"the TPU's kernels do not take {reason}"
 
 
@@ -223,7 +223,7 @@ def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref
                 at = (head * (group + 2) + member) * size
                 q = rotated(qkv_ref[0, :, at : at + size], cos, sin) * size**-0.5
                 q_ref[head, member * width : (member + 1) * width] = q
-        highest_ref[...] = jnp.full_like(highest_ref, HIDDEN)
+        highest_ref[...] = jnp.full_like(highest_ref, MASKED_SCORE)
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
         if patch:
@@ -238,7 +238,7 @@ def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref
             positions = step * tile + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             last = last_ref[0]
             seen = positions <= last if last.shape[1] == 1 else in_ranges(positions, last)
-            scores = jnp.where(seen, scores, HIDDEN)
+            scores = jnp.where(seen, scores, MASKED_SCORE)
             before = highest_ref[head, :, :1]
             highest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp(scores - highest)
@@ -294,7 +294,7 @@ def _attention(qkv, cache: LayerCache, window: Window, written: bool, interpret:
     batch, width, kv_heads, members, head_dim = qkv.shape
     group, capacity, dtype = members - 2, cache[0].shape[2], cache[0].dtype
     heads = kv_heads * group
-    if reason := refuses(AttentionCase.of(heads, width, cache, window)):
+    if reason := refusal(AttentionCase.of(heads, width, cache, window)):
         raise ValueError(reason)
     cos, sin = rotary_tables(window.cos, window.sin)
     # The last position that each row sees, or its ranges.

@@ -13,15 +13,15 @@ from jaxtyping import Array
 from failfast_jax.axes import Queries
 from failfast_jax.kernels import tpu_attention
 from failfast_jax.kernels.attention_window import TEXT, AttentionCase, LayerCache, Window
-from failfast_jax.kernels.plain_attention import HIDDEN
+from failfast_jax.kernels.plain_attention import MASKED_SCORE
 
 LANES = tpu_attention.LANES
 LIMITS = dataclasses.replace(tpu_attention.LIMITS, patterns=(TEXT,), rows=None)
 
 
-def refuses(case: AttentionCase) -> str | None:
+def refusal(case: AttentionCase) -> str | None:
     """Returns why `attend` cannot serve a case, or None if it can."""
-    return tpu_attention.refuses(case, LIMITS)
+    return tpu_attention.refusal(case, LIMITS)
 
 
 def _sees(last: Array, positions: Array) -> Array:
@@ -57,7 +57,12 @@ def attend(q: Queries, cache: LayerCache, window: Window, *, interpret: bool = F
             partial_mask_blocks=None,
             q_sequence=last,
         )
-        options = {"save_residuals": False, "mask_value": HIDDEN, "attn_logits_soft_cap": None, "interpret": interpret}
+        options = {
+            "save_residuals": False,
+            "mask_value": MASKED_SCORE,
+            "attn_logits_soft_cap": None,
+            "interpret": interpret,
+        }
         options |= {"is_mqa": True, "residual_checkpoint_name": None, "mask_function": _sees, "block_sizes": sizes}
         return jax.vmap(splash.SplashAttentionKernel(info, None, None, **options))(rows, k, v)
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.kernels.attention_window import Window
 from failfast_jax.kernels.blocks import BlockMatrix
 from failfast_jax.kernels.kernel_table import attend
-from failfast_jax.kernels.plain_attention import HIDDEN, apply_rope, rotated_heads, write_windows
+from failfast_jax.kernels.plain_attention import MASKED_SCORE, apply_rope, rotated_heads, write_windows
 from failfast_jax.models import quantization
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, FeatureModel, FeatureNetwork, Kind
 from failfast_jax.models.kv_cache import KVCache
@@ -320,7 +320,7 @@ def block_attention(
     visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, L]
     outside = jnp.einsum("barkgh,btkh->bkgart", rows, context_k, preferred_element_type=jnp.float32)
     inside = jnp.einsum("barkgh,baskh->bkgars", rows, k, preferred_element_type=jnp.float32)
-    scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
+    scores = jnp.concatenate([jnp.where(visible, outside, MASKED_SCORE), inside], -1)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     outside, inside = jnp.split(weights, [context_k.shape[1]], axis=-1)
     heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)

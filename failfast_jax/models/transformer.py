@@ -56,7 +56,7 @@ class Decoder(nnx.Module):
       config: its sizes and rules.
       execution: attention kernel and devices; replace it before anything is compiled.
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`. Like other matrices it may be in a narrower
-        dtype than the model (`row_operations.kept_dtype`), or in blocks.
+        dtype than the model (`row_operations.storage_dtype`), or in blocks.
       mask_row: `[E]`, the embedding of the mask if it is none of the rows of `embed`; else None.
       layers, norm, head: the other parts, in order; `head` is None when tied.
       places: of stacked layers (see `stacked`) the item of `layers` that holds each, and its place there; or None.

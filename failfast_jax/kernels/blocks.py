@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -180,22 +180,60 @@ class TiledMatrix(BlockMatrix):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TiledLayer:
-    """A layer's matrix, not copied from those of all layers; as an array, `matrix[...]` is itself.
+    """One layer's matrix of a `TiledStack`, not copied; as an array, `matrix[...]` is itself.
 
     Attributes:
-      stack: `[layers, *L, O, I]`.
-      index: the layer.
+      forms: `[layers, *L, O, I]` each, see `TiledStack`.
+      form, place: the number of the layer's form, and its place there.
     """
 
-    stack: TiledMatrix
-    index: Int[ArrayLike, ""]
+    forms: tuple[TiledMatrix, ...]
+    form: Int[ArrayLike, ""]
+    place: Int[ArrayLike, ""]
 
     def __getitem__(self, _: Any) -> TiledLayer:
         return self
 
     def dequantized(self) -> Float[Array, "*L O I"]:
         """The numbers, in float32."""
-        return self.stack.with_arrays(lambda part: part[self.index]).dequantized()
+        matrices = [form.with_arrays(lambda part: part[self.place]) for form in self.forms]
+        return jax.lax.switch(self.form, [matrix.dequantized for matrix in matrices])
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["forms"], meta_fields=["places"])
+@dataclasses.dataclass(frozen=True)
+class TiledStack:
+    """The same matrix of all layers. As an array, `stack[...]` is itself.
+
+    Attributes:
+      forms: `[layers, *L, O, I]` each: the matrices of those layers that agree in bits, groups and scales.
+      places: the number of each layer's form, and its place there: ((0, 0), (1, 0), (0, 1)) for forms a, b, a.
+    """
+
+    forms: tuple[TiledMatrix, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, matrices: Sequence[TiledMatrix], join: Callable[..., Array]) -> TiledStack:
+        """Stacks matrices, with a function that stacks arrays."""
+        forms: dict[tuple, list[TiledMatrix]] = {}
+        places = []
+        for matrix in matrices:
+            form = jax.tree.structure(matrix), *((part.shape, part.dtype) for part in jax.tree.leaves(matrix))
+            alike = forms.setdefault(form, [])
+            places.append((list(forms).index(form), len(alike)))
+            alike.append(matrix)
+        return cls(tuple(jax.tree.map(join, *alike) for alike in forms.values()), tuple(places))
+
+    def __getitem__(self, _: Any) -> TiledStack:
+        return self
+
+    def layer(self, index: Int[ArrayLike, ""]) -> TiledLayer:
+        """A layer's matrix."""
+        if len(self.forms) == 1:
+            return TiledLayer(self.forms, 0, index)
+        form, place = jnp.asarray(self.places, jnp.int32)[index]
+        return TiledLayer(self.forms, form, place)
 
 
 @_is_layout("output_axes")

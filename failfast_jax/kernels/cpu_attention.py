@@ -37,7 +37,7 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     k_cache, v_cache = cache
     batch, width, heads, head_dim = q.shape
     cache_batch, kv_heads, capacity, cache_head_dim = k_cache.shape
-    kv_heads, layer = kv_heads // window.layers, jnp.int32(0 if window.layer is None else window.layer)
+    kv_heads //= window.layers
     reason = refusal(AttentionCase.of(heads, width, cache, window))
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         reason = reason or "keys and values differ in shape or dtype"
@@ -53,8 +53,8 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, scratch))
     call = cpu_kernels.call(f"attention_{k_cache.dtype}", *results, head_dim=head_dim)
     first, last = (slots.astype(jnp.int32) for slots in (window.first(width), window.last(width)))
-    live = jnp.minimum(window.live, capacity).astype(jnp.int32)
-    out, _ = call(q.astype(jnp.float32), k_cache, v_cache, first, last, live, layer)
+    live, head = jnp.minimum(window.live, capacity).astype(jnp.int32), jnp.int32(window.first_head(kv_heads))
+    out, _ = call(q.astype(jnp.float32), k_cache, v_cache, first, last, live, head)
     return out.astype(q.dtype)
 
 
@@ -75,6 +75,6 @@ def rotate_and_write(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window:
     shapes = ((batch, width, kv_heads * (members - 2), head_dim), cache[0].shape, cache[1].shape)
     results = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     call = cpu_kernels.call("rotate", *results, aliases={5: 1, 6: 2}, head_dim=head_dim)
-    layer = jnp.int32(0 if window.layer is None else window.layer)
-    q, *cache = call(qkv, *tables, window.start.astype(jnp.int32), layer, *cache)
+    head = jnp.int32(window.first_head(kv_heads))
+    q, *cache = call(qkv, *tables, window.start.astype(jnp.int32), head, *cache)
     return q, tuple(cache)

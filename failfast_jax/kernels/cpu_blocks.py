@@ -6,13 +6,15 @@ weights are widened in registers: there is no widened copy. A row's bits do not 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels import cpu_kernels
 from failfast_jax.kernels.blocks import INPUTS, TILE, BlockMatrix, TiledLayer, TiledMatrix
@@ -49,26 +51,31 @@ def product(rows: Float[Array, "R I"], blocks: TiledMatrix | TiledLayer) -> Floa
     Raises:
       ValueError: the kernel would read outside its arrays.
     """
-    layer = blocks if isinstance(blocks, TiledLayer) else TiledLayer(blocks.with_arrays(lambda part: part[None]), 0)
-    blocks = layer.stack
-    layers, *leading, outputs, inputs = blocks.shape
+    if isinstance(blocks, TiledMatrix):
+        return _layer_product(rows, blocks.with_arrays(lambda part: part[None]), 0)
+    branches = [functools.partial(_layer_product, stack=form, layer=blocks.place) for form in blocks.forms]
+    return jax.lax.switch(blocks.form, branches, rows)
+
+
+def _layer_product(rows: Float[Array, "R I"], stack: TiledMatrix, layer: Int[ArrayLike, ""]) -> Float[Array, "R O"]:
+    """`product` by the matrix of one layer of `[layers, *L, O, I]`."""
+    layers, *leading, outputs, inputs = stack.shape
+    shape = [*leading, outputs, inputs]
     if rows.dtype != jnp.float32 or rows.shape[1:] != (inputs,):
-        raise ValueError(
-            f"product of {rows.dtype}{list(rows.shape)} by blocks {[*leading, outputs, inputs]}: wants float32"
-        )
-    if reason := refusal(inputs, blocks):
-        raise ValueError(f"product by blocks {[*leading, outputs, inputs]}: {reason}")
-    padded = outputs + blocks.padding
+        raise ValueError(f"product of {rows.dtype}{list(rows.shape)} by blocks {shape}: wants float32")
+    if reason := refusal(inputs, stack):
+        raise ValueError(f"product by blocks {shape}: {reason}")
+    padded = outputs + stack.padding
     y = jax.ShapeDtypeStruct((rows.shape[0], math.prod(leading) * padded), jnp.float32)
     scratch = jax.ShapeDtypeStruct((rows.shape[0] * inputs // 32 * 52,), jnp.uint8)
     empty = np.zeros((1, 0, 1, TILE), np.float16)
-    flat = blocks.with_arrays(lambda part: part.reshape(layers, -1, *part.shape[-2:]))
+    flat = stack.with_arrays(lambda part: part.reshape(layers, -1, *part.shape[-2:]))
     parts = [empty if part is None else part for part in (flat.minimum, flat.outer_scale, flat.outer_minimum)]
-    constants = {"code_bits": blocks.bits, "group": blocks.group, "has_minimum": int(blocks.minimum is not None)}
-    if blocks.outer_scale is not None:
-        constants["outer"] = inputs // blocks.outer_scale.shape[-2]
-    call = cpu_kernels.call(f"blocks_{blocks.activations}", y, scratch, **constants)
-    result = call(rows, jnp.int32(layer.index), flat.codes, flat.scale, *parts)[0]
+    constants = {"code_bits": stack.bits, "group": stack.group, "has_minimum": int(stack.minimum is not None)}
+    if stack.outer_scale is not None:
+        constants["outer"] = inputs // stack.outer_scale.shape[-2]
+    call = cpu_kernels.call(f"blocks_{stack.activations}", y, scratch, **constants)
+    result = call(rows, jnp.int32(layer), flat.codes, flat.scale, *parts)[0]
     return result.reshape(-1, *leading, padded)[..., :outputs].reshape(rows.shape[0], -1)
 
 

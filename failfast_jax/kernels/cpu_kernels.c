@@ -516,7 +516,7 @@ typedef struct {
   float *parts;               // [splits, pairs, rows, head_dim + 2]: the sums of a row, see Block
   long pairs;                 // batch x KV heads
   long heads, stored;         // KV heads, and those of the cache, which may hold several layers
-  long skipped;               // KV heads of the layers before
+  long first_head;            // of those of the cache
   long shared;                // query heads of a KV head
   long rows, capacity;        // rows: width x shared
   long live;                  // slots in use
@@ -539,7 +539,7 @@ INLINE long query(const Attention *a, long pair, long row) {
 
 // Offset in the caches of a slot of a pair.
 INLINE long cached(const Attention *a, long pair, long slot) {
-  return ((pair / a->heads * a->stored + a->skipped + pair % a->heads) * a->capacity + slot) * head_dim;
+  return ((pair / a->heads * a->stored + a->first_head + pair % a->heads) * a->capacity + slot) * head_dim;
 }
 
 // Scores of `rows` queries with the keys of all slots, SLOTS at a time.
@@ -685,7 +685,7 @@ typedef struct {
   float *k, *v;            // [batch, stored, capacity, head_dim]
   long rows, width;        // rows: batch x width
   long kv_heads, shared, capacity;
-  long stored, skipped;    // KV heads of the caches, see Attention
+  long stored, first_head;  // KV heads of the caches, see Attention
 } Rotation;
 
 // Rotates pairs a, b of a head's two halves: a * cos - b * sin, b * cos + a * sin.
@@ -711,7 +711,7 @@ NOINLINE void rotate_rows(long piece, const void *values) {
       for (long i = 0; i < r->shared; i++) rotate_head(x + i * head_dim, cos, sin, q + i * head_dim);
       rotate_head(x + r->shared * head_dim, cos, sin, key);
       const float *value = x + (r->shared + 1) * head_dim;
-      const long stored = batch * r->stored + r->skipped + head;
+      const long stored = batch * r->stored + r->first_head + head;
       const long slot = (stored * r->capacity + start + row % r->width) * head_dim;
       for (long at = 0; at < head_dim; at += LANES) {
         const floats k = load(key + at, FLOAT32), v = load(value + at, FLOAT32);
@@ -780,11 +780,11 @@ INLINE XLA_FFI_Error *product(XLA_FFI_CallFrame *frame, Work *work) {
 }
 
 // attention(q: [batch, width, heads, head_dim] float32, k, v: [batch, KV heads, capacity, head_dim],
-//           first, last: [batch, width] int32, live, layer: int32) -> like q, parts: see Attention
+//           first, last: [batch, width] int32, live, head: int32) -> like q, parts: see Attention
 INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *parts = result(frame, 1);
-  const long live = *(const int32_t *)argument(frame, 5)->data, layer = *(const int32_t *)argument(frame, 6)->data;
+  const long live = *(const int32_t *)argument(frame, 5)->data, head = *(const int32_t *)argument(frame, 6)->data;
   const long pairs = parts->dims[1], heads = pairs / k->dims[0], shared = q->dims[2] / heads;
   const long rows = q->dims[1] * shared, block = rows > BLOCK ? BLOCK : SMALL_BLOCK;
   const Attention a = {
@@ -797,7 +797,7 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
       .pairs = pairs,
       .heads = heads,
       .stored = k->dims[1],
-      .skipped = layer * heads,
+      .first_head = head,
       .shared = shared,
       .rows = rows,
       .capacity = k->dims[2],
@@ -812,17 +812,17 @@ INLINE XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame, Work *work) {
 }
 
 // rotate(heads: [batch, width, KV heads, shared + 2, head_dim] float32, cos, sin: [batch, width, 1, head_dim / 2],
-//        start: [batch] int32, layer: int32, caches k and v: float32) -> q: [batch, width, heads, head_dim], and both
+//        start: [batch] int32, head: int32, caches k and v: float32) -> q: [batch, width, heads, head_dim], and both
 //        caches in place
 XLA_FFI_Error *failfast_rotate(XLA_FFI_CallFrame *frame) {
   if (is_registration(frame)) return NULL;
   XLA_FFI_Buffer *heads = argument(frame, 0), *k = result(frame, 1);
   const float *cos = argument(frame, 1)->data, *sin = argument(frame, 2)->data;
   const int64_t *size = heads->dims;
-  const long layer = *(const int32_t *)argument(frame, 4)->data;
+  const long head = *(const int32_t *)argument(frame, 4)->data;
   const Rotation r = {heads->data, cos, sin, argument(frame, 3)->data, result(frame, 0)->data, k->data,
-                      result(frame, 2)->data, size[0] * size[1], size[1], size[2], size[3] - 2, k->dims[2], k->dims[1],
-                      layer * size[2]};
+                      result(frame, 2)->data, size[0] * size[1], size[1], size[2], size[3] - 2, k->dims[2],
+                      k->dims[1], head};
   parallel_for(frame, (r.rows + ROTATED_AT_ONCE - 1) / ROTATED_AT_ONCE, rotate_rows, &r);
   return NULL;
 }
@@ -856,7 +856,7 @@ XLA_FFI_Error *failfast_rms_norm(XLA_FFI_CallFrame *frame) {
 PRODUCT(float32, FLOAT32) PRODUCT(bfloat16, BFLOAT16) PRODUCT(float16, FLOAT16)
 ATTENTION(float32, FLOAT32) ATTENTION(bfloat16, BFLOAT16) ATTENTION(float16, FLOAT16)
 
-// What an array [layers, ...] of numbers of some bytes holds of a layer.
+// Pointer to a layer's part of an array [layers, ...], whose numbers have `bytes` each.
 INLINE const void *of_layer(XLA_FFI_Buffer *array, long layer, long bytes) {
   for (long axis = 1; axis < array->rank; axis++) bytes *= array->dims[axis];
   return (const char *)array->data + layer * bytes;

@@ -46,7 +46,7 @@ define ptr @failfast_rotate(ptr noundef %0) #0 {
 
 14:
   store ptr null, ptr %2, align 8
-  br label %109
+  br label %105
 
 15:
   %16 = load ptr, ptr %3, align 8
@@ -151,24 +151,20 @@ define ptr @failfast_rotate(ptr noundef %0) #0 {
   store i64 %96, ptr %91, align 8
   %97 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 13
   %98 = load i64, ptr %9, align 8
-  %99 = load ptr, ptr %8, align 8
-  %100 = getelementptr inbounds i64, ptr %99, i64 2
+  store i64 %98, ptr %97, align 8
+  %99 = load ptr, ptr %3, align 8
+  %100 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 7
   %101 = load i64, ptr %100, align 8
-  %102 = mul nsw i64 %98, %101
-  store i64 %102, ptr %97, align 8
-  %103 = load ptr, ptr %3, align 8
-  %104 = getelementptr inbounds nuw %struct.Rotation, ptr %10, i32 0, i32 7
-  %105 = load i64, ptr %104, align 8
-  %106 = add nsw i64 %105, 8
-  %107 = sub nsw i64 %106, 1
-  %108 = sdiv i64 %107, 8
-  call void @parallel_for(ptr noundef %103, i64 noundef %108, ptr noundef @rotate_rows, ptr noundef %10)
+  %102 = add nsw i64 %101, 8
+  %103 = sub nsw i64 %102, 1
+  %104 = sdiv i64 %103, 8
+  call void @parallel_for(ptr noundef %99, i64 noundef %104, ptr noundef @rotate_rows, ptr noundef %10)
   store ptr null, ptr %2, align 8
-  br label %109
+  br label %105
 
-109:
-  %110 = load ptr, ptr %2, align 8
-  ret ptr %110
+105:
+  %106 = load ptr, ptr %2, align 8
+  ret ptr %106
 }
 
 define internal i32 @is_registration(ptr noundef %0) #1 {
@@ -1543,7 +1539,7 @@ define internal ptr @attention(ptr noundef %0, ptr noundef %1) #1 {
 
 20:
   store ptr null, ptr %3, align 8
-  br label %162
+  br label %160
 
 21:
   %22 = load ptr, ptr %4, align 8
@@ -1653,80 +1649,78 @@ define internal ptr @attention(ptr noundef %0, ptr noundef %1) #1 {
   store i64 %107, ptr %102, align 8
   %108 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 9
   %109 = load i64, ptr %10, align 8
-  %110 = load i64, ptr %12, align 8
-  %111 = mul nsw i64 %109, %110
-  store i64 %111, ptr %108, align 8
-  %112 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 10
-  %113 = load i64, ptr %13, align 8
+  store i64 %109, ptr %108, align 8
+  %110 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 10
+  %111 = load i64, ptr %13, align 8
+  store i64 %111, ptr %110, align 8
+  %112 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 11
+  %113 = load i64, ptr %14, align 8
   store i64 %113, ptr %112, align 8
-  %114 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 11
-  %115 = load i64, ptr %14, align 8
-  store i64 %115, ptr %114, align 8
-  %116 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 12
-  %117 = load ptr, ptr %7, align 8
-  %118 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %117, i32 0, i32 5
-  %119 = load ptr, ptr %118, align 8
-  %120 = getelementptr inbounds i64, ptr %119, i64 2
-  %121 = load i64, ptr %120, align 8
-  store i64 %121, ptr %116, align 8
-  %122 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 13
-  %123 = load i64, ptr %9, align 8
-  store i64 %123, ptr %122, align 8
-  %124 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 14
-  %125 = load ptr, ptr %8, align 8
-  %126 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %125, i32 0, i32 5
-  %127 = load ptr, ptr %126, align 8
-  %128 = getelementptr inbounds i64, ptr %127, i64 0
-  %129 = load i64, ptr %128, align 8
-  %130 = icmp sgt i64 %129, 1
-  br i1 %130, label %131, label %136
+  %114 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 12
+  %115 = load ptr, ptr %7, align 8
+  %116 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %115, i32 0, i32 5
+  %117 = load ptr, ptr %116, align 8
+  %118 = getelementptr inbounds i64, ptr %117, i64 2
+  %119 = load i64, ptr %118, align 8
+  store i64 %119, ptr %114, align 8
+  %120 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 13
+  %121 = load i64, ptr %9, align 8
+  store i64 %121, ptr %120, align 8
+  %122 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 14
+  %123 = load ptr, ptr %8, align 8
+  %124 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %123, i32 0, i32 5
+  %125 = load ptr, ptr %124, align 8
+  %126 = getelementptr inbounds i64, ptr %125, i64 0
+  %127 = load i64, ptr %126, align 8
+  %128 = icmp sgt i64 %127, 1
+  br i1 %128, label %129, label %134
 
-131:
-  %132 = load i64, ptr %9, align 8
-  %133 = add nsw i64 %132, 256
-  %134 = sub nsw i64 %133, 1
-  %135 = sdiv i64 %134, 256
-  br label %137
+129:
+  %130 = load i64, ptr %9, align 8
+  %131 = add nsw i64 %130, 256
+  %132 = sub nsw i64 %131, 1
+  %133 = sdiv i64 %132, 256
+  br label %135
 
-136:
-  br label %137
+134:
+  br label %135
 
-137:
-  %138 = phi i64 [ %135, %131 ], [ 1, %136 ]
-  store i64 %138, ptr %124, align 8
-  %139 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 15
-  %140 = load i64, ptr %15, align 8
-  store i64 %140, ptr %139, align 8
-  %141 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 16
-  %142 = load i64, ptr %14, align 8
-  %143 = load i64, ptr %15, align 8
-  %144 = add nsw i64 %142, %143
-  %145 = sub nsw i64 %144, 1
-  %146 = load i64, ptr %15, align 8
-  %147 = sdiv i64 %145, %146
-  store i64 %147, ptr %141, align 8
-  %148 = load ptr, ptr %4, align 8
-  %149 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 6
+135:
+  %136 = phi i64 [ %133, %129 ], [ 1, %134 ]
+  store i64 %136, ptr %122, align 8
+  %137 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 15
+  %138 = load i64, ptr %15, align 8
+  store i64 %138, ptr %137, align 8
+  %139 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 16
+  %140 = load i64, ptr %14, align 8
+  %141 = load i64, ptr %15, align 8
+  %142 = add nsw i64 %140, %141
+  %143 = sub nsw i64 %142, 1
+  %144 = load i64, ptr %15, align 8
+  %145 = sdiv i64 %143, %144
+  store i64 %145, ptr %139, align 8
+  %146 = load ptr, ptr %4, align 8
+  %147 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 6
+  %148 = load i64, ptr %147, align 8
+  %149 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 14
   %150 = load i64, ptr %149, align 8
-  %151 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 14
-  %152 = load i64, ptr %151, align 8
-  %153 = mul nsw i64 %150, %152
-  %154 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 16
-  %155 = load i64, ptr %154, align 8
-  %156 = mul nsw i64 %153, %155
-  %157 = load ptr, ptr %5, align 8
-  call void @parallel_for(ptr noundef %148, i64 noundef %156, ptr noundef %157, ptr noundef %16)
-  %158 = load ptr, ptr %4, align 8
-  %159 = call ptr @result(ptr noundef %158, i64 noundef 0)
-  %160 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %159, i32 0, i32 3
-  %161 = load ptr, ptr %160, align 8
-  call void @combine_splits(ptr noundef %16, ptr noundef %161)
+  %151 = mul nsw i64 %148, %150
+  %152 = getelementptr inbounds nuw %struct.Attention, ptr %16, i32 0, i32 16
+  %153 = load i64, ptr %152, align 8
+  %154 = mul nsw i64 %151, %153
+  %155 = load ptr, ptr %5, align 8
+  call void @parallel_for(ptr noundef %146, i64 noundef %154, ptr noundef %155, ptr noundef %16)
+  %156 = load ptr, ptr %4, align 8
+  %157 = call ptr @result(ptr noundef %156, i64 noundef 0)
+  %158 = getelementptr inbounds nuw %struct.XLA_FFI_Buffer, ptr %157, i32 0, i32 3
+  %159 = load ptr, ptr %158, align 8
+  call void @combine_splits(ptr noundef %16, ptr noundef %159)
   store ptr null, ptr %3, align 8
-  br label %162
+  br label %160
 
-162:
-  %163 = load ptr, ptr %3, align 8
-  ret ptr %163
+160:
+  %161 = load ptr, ptr %3, align 8
+  ret ptr %161
 }
 
 define internal void @attend_float32(i64 noundef %0, ptr noundef %1) #5 {

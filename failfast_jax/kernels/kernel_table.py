@@ -141,6 +141,11 @@ def attend(
     """
     heads = qkv.shape[2] * (qkv.shape[3] - 2)
     chosen = serving(kernel, AttentionCase.of(heads, qkv.shape[1], cache, window))
+    if window.layer is not None and chosen.platform not in ("cpu", None):
+        # Stacked caches are the CPU's: other kernels, simulated or asked for by name, see a copy of a layer's.
+        alone = window.replace(layer=None, layers=1)
+        outputs, written = attend(qkv, window.of_layer(cache), alone, kernel=kernel)
+        return outputs, window.with_layer(cache, written)
     if chosen.fused:
         return chosen.module.attend(qkv, cache, window, interpret=kernel == SIMULATED_TPU)
     rotate_and_write = getattr(chosen.module, "rotate_and_write", plain_attention.rotate_and_write)

@@ -31,15 +31,17 @@ def rotated_heads(
     return apply_rope(q, cos, sin), apply_rope(heads[..., group, :], cos, sin), heads[..., group + 1, :]
 
 
-def write_window(cache: Cache, window: Float[Array, "B W K H"], start: PerSequence) -> Cache:
-    """Overwrites positions `start[b] .. start[b]+W-1` of each row; in place when the cache is donated.
+def write_window(
+    cache: Cache, window: Float[Array, "B W K H"], start: PerSequence, head: Int[ArrayLike, ""] = 0
+) -> Cache:
+    """Overwrites positions `start[b] .. start[b]+W-1` of each row, of KV heads from `head` on.
 
-    One `dynamic_update_slice` a row: a batched scatter would be expanded into a loop on CPU and
-    serialised on TPU. The caller keeps `start + W` within the capacity (XLA would move the window).
+    In place when the cache is donated, by one `dynamic_update_slice` a row: a batched scatter would be expanded into a
+    loop on CPU and serialised on TPU. The caller keeps `start + W` within the capacity (XLA would move the window).
     """
     window = window.transpose(0, 2, 1, 3).astype(cache.dtype)
     for row in range(cache.shape[0]):
-        cache = jax.lax.dynamic_update_slice(cache, window[row : row + 1], (row, 0, start[row], 0))
+        cache = jax.lax.dynamic_update_slice(cache, window[row : row + 1], (row, head, start[row], 0))
     return cache
 
 
@@ -55,17 +57,21 @@ def contained(k: Float[Array, "*R H"], v: Float[Array, "*R H"]) -> tuple[Float[A
 
 
 def write_windows(
-    cache: LayerCache, k: Float[Array, "B W K H"], v: Float[Array, "B W K H"], start: PerSequence
+    cache: LayerCache,
+    k: Float[Array, "B W K H"],
+    v: Float[Array, "B W K H"],
+    start: PerSequence,
+    head: Int[ArrayLike, ""] = 0,
 ) -> LayerCache:
     """Overwrites positions `start[b] .. start[b]+W-1` of both caches with what is `contained`; see `write_window`."""
     k, v = contained(k.astype(cache[0].dtype), v.astype(cache[1].dtype))
-    return write_window(cache[0], k, start), write_window(cache[1], v, start)
+    return write_window(cache[0], k, start, head), write_window(cache[1], v, start, head)
 
 
 def rotate_and_write(qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window) -> tuple[Queries, LayerCache]:
     """Rotated queries of a fused projection, and both caches with its rotated keys and its values."""
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
-    return q, window.with_layer(cache, write_windows(window.of_layer(cache), k, v, window.start))
+    return q, write_windows(cache, k, v, window.start, window.first_head(k.shape[2]))
 
 
 def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
@@ -75,9 +81,10 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     score m, the sum l of exp(score - m) and the sum of values by the same weights; a higher score in the next tile
     multiplies both sums by exp(m - new m).
     """
-    k_cache, v_cache = window.of_layer(cache)
+    k_cache, v_cache = cache
     batch, width, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = k_cache.shape[1] // window.layers
+    first = window.first_head(kv_heads)
     group = heads // kv_heads
     # The query heads of one KV head are rows of one matmul.
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
@@ -87,8 +94,8 @@ def attend(q: Queries, cache: LayerCache, window: Window) -> Queries:
     def body(index, carry):
         highest, total, acc = carry
         at = index * TILE
-        k = jax.lax.dynamic_slice_in_dim(k_cache, at, TILE, axis=2)
-        v = jax.lax.dynamic_slice_in_dim(v_cache, at, TILE, axis=2)
+        place, size = (0, first, at, 0), (batch, kv_heads, TILE, head_dim)
+        k, v = jax.lax.dynamic_slice(k_cache, place, size), jax.lax.dynamic_slice(v_cache, place, size)
         scores = jnp.einsum("bkrh,bkth->bkrt", rows, k, preferred_element_type=jnp.float32)
         mask = jnp.tile(window.mask(width, at + jnp.arange(TILE)), (1, group, 1))[:, None]
         scores = jnp.where(mask, scores, MASKED_SCORE)

@@ -42,7 +42,7 @@ class KVCache:
 
     @property
     def layers(self) -> tuple[LayerCache, ...]:
-        """Keys and values by layer."""
+        """Keys and values by layer; stacked, of all."""
         return tuple(zip(self.k, self.v))
 
     @classmethod

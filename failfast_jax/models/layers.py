@@ -30,7 +30,7 @@ from failfast_jax.models.sharding import ONE_DEVICE, Axis, Execution, put_parame
 class Linear(nnx.Module):
     """`x @ weight.T + bias`.
 
-    `weight` is `[..., in]`, an array or a `BlockMatrix`; leading axes are one flattened output axis.
+    `weight` is `[..., in]`, an array, a `BlockMatrix` or a `TiledLayer`; leading axes are one flattened output axis.
     """
 
     def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -50,7 +50,8 @@ class Linear(nnx.Module):
         Args:
           preferred: dtype of the result; None: that of `x`.
           over: mesh axis over which the inputs are spread, inside a `shard_map`.
-          first: the first output that is computed, of the last output axis; of a matrix in tiles, the first of a tile.
+          first: the first output that is computed, of the last output axis; of a matrix in tiles, the first of a tile;
+            of a `TiledLayer`, 0.
         """
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
         if isinstance(weight, BlockMatrix):
@@ -142,7 +143,8 @@ class Attention(nnx.Module):
         """Keys (normed, not rotated) and values alone, for positions that are looked at and do not look."""
         config, weight = self.config, self.qkv.weight[...]
         queries = config.num_heads // config.num_kv_heads * config.head_dim
-        if isinstance(weight, TransposedMatrix) or (isinstance(weight, TiledMatrix) and queries % TILE):
+        is_whole = isinstance(weight, TransposedMatrix | TiledLayer)
+        if is_whole or (isinstance(weight, TiledMatrix) and queries % TILE):
             heads = self.heads(x)
             return heads[..., -2, :], heads[..., -1, :]
         heads = self.qkv(x, first=queries).reshape(*x.shape[:-1], -1, 2, config.head_dim)

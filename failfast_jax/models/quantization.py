@@ -229,6 +229,8 @@ def _is_blocks(node: Any) -> bool:
 
 def _is_matrix(name: str, value: Any) -> bool:
     """True for the embedding, and for the weight of a product."""
+    if _is_blocks(value):
+        return True
     *modules, leaf = name.split(".")
     return value.ndim > 1 and leaf in ("embed", "head", "weight") and not "".join(modules[-1:]).endswith("norm")
 

@@ -9,8 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.attention_window import LayerCache, RowGroups, TreeMask, Window
-from failfast_jax.kernels.blocks import BlockMatrix, TiledLayer, TiledMatrix, as_array
+from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TiledStack, as_array
 from failfast_jax.kernels.kernel_table import attend
 from failfast_jax.kernels.plain_attention import dense_attention, rotated_heads
 from failfast_jax.models import quantization
@@ -46,8 +45,6 @@ from failfast_jax.models.sharding import (
 )
 from failfast_jax.util import numerics
 
-Carry = TypeVar("Carry")
-
 
 class Decoder(nnx.Module):
     """The decoder-only transformer; a target, or a drafter (`drafter_model`).
@@ -58,8 +55,7 @@ class Decoder(nnx.Module):
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`. Like other matrices it may be in a narrower
         dtype than the model (`row_operations.storage_dtype`), or in blocks.
       mask_row: `[E]`, the embedding of the mask if it is none of the rows of `embed`; else None.
-      layers, norm, head: the other parts, in order; `head` is None when tied.
-      places: of stacked layers (see `stacked`) the item of `layers` that holds each, and its place there; or None.
+      layers, norm, head: the other parts, in order; `head` is None when tied. Layers may be one item: see `stacked`.
     """
 
     max_block_draft, feature_layers = None, ()  # as a drafter: no trained limit, no target features
@@ -75,7 +71,6 @@ class Decoder(nnx.Module):
         make = functools.partial(Linear, (config.vocab_size,), config.hidden_size, bias=False, dtype=dtype)
         self.head = None if config.tie_embeddings else make(rngs=rngs)
         self.mask_row = nnx.data(None)
-        self.places = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -105,7 +100,7 @@ class Decoder(nnx.Module):
 
         x = self.embedded(ids)
         if self.is_stacked:
-            x, _ = self._loop(lambda layer, x, _: (run(layer, x), None), x)
+            x = jax.lax.fori_loop(0, self.config.num_layers, lambda index, x: run(self.layer(index), x), x)
         else:
             for layer in self.layers:
                 x = self.execution.per_device(run, (parameter_specs(layer, self.execution), P()), P())(layer, x)
@@ -198,26 +193,43 @@ class Decoder(nnx.Module):
         cos, sin = rotary(self.config, positions)
         window = Window(cos, sin, start, live, visible=visible, seen=seen, block_size=self.config.block_size)
         x = self.embedded(tokens)
-        written, features = [], {-1: x}
         if self.is_stacked:
-
-            def run(layer: Layer, carry: tuple[Array, LayerCache], index: Array) -> tuple[Any, Array | None]:
-                here = window.replace(layer=index, layers=self.config.num_layers)
-                x, layer_cache = _layer_window(layer, *carry, here, self.execution)
-                return (x, layer_cache), x if feature_layers else None
-
-            (x, layer_cache), outputs = self._loop(run, (x, *cache.layers))
-            written = [layer_cache]
-            features |= {index: outputs[index] for index in feature_layers if index >= 0}
-        else:
-            for index, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers)):
-                x, layer_cache = _layer_window(layer, x, layer_cache, window, self.execution)
-                written.append(layer_cache)
-                if index in feature_layers:
-                    features[index] = x
+            x, cache, features = self._stacked_window(x, cache, window, feature_layers)
+            return self.norm(x), cache, features
+        written, features = [], {-1: x}
+        for index, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers)):
+            x, layer_cache = _layer_window(layer, x, layer_cache, window, self.execution)
+            written.append(layer_cache)
+            if index in feature_layers:
+                features[index] = x
         none = jnp.zeros((*tokens.shape, 0, self.config.hidden_size), x.dtype)
         stacked = jnp.stack([features[index] for index in feature_layers], axis=2) if feature_layers else none
         return self.norm(x), KVCache.of(written), stacked
+
+    def _stacked_window(
+        self, x: Float[Array, "B W E"], cache: KVCache, window: Window, feature_layers: tuple[int, ...]
+    ) -> tuple[Float[Array, "B W E"], KVCache, Float[Array, "B W F E"]]:
+        """All layers of `window`, in a loop; x before them is embeddings."""
+        layers, unread = self.config.num_layers, len(feature_layers)
+        # Each layer writes into a slot of the features. Layers 0 and 2 of three, and -1: slots 0 3 1; x is in slot 2.
+        slots, features = np.full(layers, unread, np.int32), jnp.zeros((unread + 1, *x.shape), x.dtype)
+        for slot, layer in enumerate(feature_layers):
+            if layer >= 0:
+                slots[layer] = slot
+            else:
+                features = features.at[slot].set(x)
+
+        def run(carry: tuple[Array, ...], at: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
+            (x, k, v, features), (index, slot) = carry, at
+            here = window.replace(layer=index, layers=layers)
+            x, (k, v) = _layer_window(self.layer(index), x, (k, v), here, self.execution)
+            if feature_layers:
+                features = jax.lax.dynamic_update_index_in_dim(features, x, slot, 0)
+            return (x, k, v, features), None
+
+        [(k, v)] = cache.layers
+        (x, k, v, features), _ = jax.lax.scan(run, (x, k, v, features), (np.arange(layers, dtype=np.int32), slots))
+        return x, KVCache.of([(k, v)]), jnp.moveaxis(features[:-1], 0, 2)
 
     def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B M"], width: int) -> KVCache:
         """Moves the kept rows of a tree (or of one copy) to consecutive slots, after `window`.
@@ -246,62 +258,48 @@ class Decoder(nnx.Module):
 
     @property
     def is_stacked(self) -> bool:
-        """True if arrays of `layers` are those of several layers, see `stacked`."""
-        return self.places is not None
+        """True if `layers` is one item whose arrays are those of all layers."""
+        return len(self.layers) < self.config.num_layers
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: Int[ArrayLike, ""]) -> Layer:
         """A layer; of stacked ones, matrices are not copied."""
         if not self.is_stacked:
             return self.layers[index]
-        stack, place = self.places[index]
-        return _layer_of(self.layers[stack], place)
 
-    def _loop(self, run: Callable[[Layer, Carry, Array], tuple[Carry, Any]], carry: Carry) -> tuple[Carry, Any]:
-        """Runs stacked layers one after the other, given a layer, what is carried and the layer's number; returns what
-        is carried at the end, and the second results, `[layers, ...]`."""
+        def part(node: Any) -> Any:
+            return node.layer(index) if isinstance(node, TiledStack) else node[index]
 
-        def run_next(carry: Carry, at: tuple[Array, Array, Array]) -> tuple[Carry, Any]:
-            stack, place, index = at
-            branches = [
-                lambda carry, layers=layers: run(_layer_of(layers, place), carry, index) for layers in self.layers
-            ]
-            return branches[0](carry) if len(branches) == 1 else jax.lax.switch(stack, branches, carry)
+        return jax.tree.map(part, self.layers[0], is_leaf=lambda node: isinstance(node, TiledStack))
 
-        stacks, places = np.array(self.places, np.int32).T
-        return jax.lax.scan(run_next, carry, (stacks, places, np.arange(len(places), dtype=np.int32)))
-
-    def stacked(self, *, donate: bool = False) -> Decoder:
-        """The model with the arrays of its layers in one, or a few where they differ, over which a pass loops.
+    def stacked(self, kept: Any = None) -> Decoder:
+        """The model with its layers' arrays in one, over which a pass loops, on a CPU with matrices in tiles.
 
         The loop's program is a tenth of the size of one that names each layer: it is compiled, and read from a cache,
-        in less time and memory. Only where all matrices are in tiles: XLA would copy others out of the stack in each
-        pass.
+        in less time and memory. XLA would copy other matrices out of the stack in each pass, and write bfloat16 caches
+        whole.
 
         Args:
-          donate: true to delete the layers' own arrays.
+          kept: arrays that stay, in a pytree; the layers' others are deleted as soon as they are copied.
         """
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.layers))
+        is_one = len(self.layers) < 2
+        if is_one or is_abstract or self.dtype != jnp.float32 or not quantization.is_in_tiles(self.layers):
+            return self
+        kept = {id(leaf) for leaf in jax.tree.leaves(kept)}
 
-        def form(layer: Layer) -> tuple:
-            return jax.tree.structure(layer), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer))
-
-        def joined(*parts: Array) -> Array:
+        def join(*parts: Array) -> Array:
             array = jax.device_put(np.stack(parts))
-            for part in parts if donate else ():
-                part.delete()
+            for part in parts:
+                if id(part) not in kept:
+                    part.delete()
             return array
 
-        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.layers))
-        if self.is_stacked or is_abstract or not quantization.is_in_tiles(self.layers):
-            return self
-        stacks: dict[tuple, list[Layer]] = {}
-        places = []
-        for layer in self.layers:
-            stack = stacks.setdefault(form(layer), [])
-            places.append((list(stacks).index(form(layer)), len(stack)))
-            stack.append(layer)
+        def joined(*nodes: Any) -> Any:
+            return TiledStack.of(nodes, join) if isinstance(nodes[0], TiledMatrix) else join(*nodes)
+
         model = copy.copy(self)
-        model.layers = type(self.layers)([jax.tree.map(joined, *layers) for layers in stacks.values()])
-        model.places = tuple(places)
+        layer = jax.tree.map(joined, *self.layers, is_leaf=lambda node: isinstance(node, TiledMatrix))
+        model.layers = type(self.layers)([layer])
         return model
 
     # -- devices and types -------------------------------------------------------------------------------
@@ -355,7 +353,7 @@ class Decoder(nnx.Module):
           OptionError: see `quantization.check`.
         """
         borrowed = () if self.mask_row is None else ("embed", "head.weight")
-        return quantization.quantized(self, scheme, keep=borrowed).stacked()
+        return quantization.quantized(self, scheme, keep=borrowed).stacked(kept=self)
 
     # -- as a drafter: see `drafter_model` --------------------------------------------------
 
@@ -383,15 +381,6 @@ class Decoder(nnx.Module):
     def shares_tokens(self, target: ModelConfig) -> bool:
         """Returns true if its tokens are the target's, and its mask is a row of its own."""
         return self.config == target.with_mask_row(self.config.num_layers, self.config.block_size)
-
-
-def _layer_of(layers: Layer, place: Int[ArrayLike, ""]) -> Layer:
-    """A layer of a stack."""
-
-    def part(node: Any) -> Any:
-        return TiledLayer(node, place) if isinstance(node, TiledMatrix) else node[place]
-
-    return jax.tree.map(part, layers, is_leaf=lambda node: isinstance(node, TiledMatrix))
 
 
 @functools.partial(jax.jit, static_argnums=4)

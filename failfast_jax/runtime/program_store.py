@@ -18,6 +18,7 @@ import logging
 import os
 import platform
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,9 @@ class ProgramStore:
         return lambda *args: jax.tree.unflatten(structure, flat(*jax.tree.leaves(args))), shapes
 
     def named(self, program: Program) -> Callable:
-        """The function of a program to be stored, by a name of its own: no compilation of another process is reused.
+        """The function of a program to be stored, by a name that no other compilation has.
 
-        XLA does not write a program whole that JAX's own cache supplied, and two processes may compile one at a time.
+        XLA does not write a program whole that JAX's own cache supplied: that of another process, too.
         """
 
         def function(*args: Any) -> Any:
@@ -164,7 +165,7 @@ class ProgramStore:
         return function
 
     def write(self, path: Path, function: Callable, program: Program, executable: jax.stages.Compiled) -> None:
-        """Stores a program; without a word where that cannot be: it is compiled anew next time.
+        """Stores a program; what cannot be stored is compiled anew next time.
 
         Args:
           function: result of `named`; the copy in JAX's cache, which no start looks for, goes.
@@ -174,5 +175,8 @@ class ProgramStore:
             is_state = results == jax.tree.structure(program.args[program.donate[0]])
             if is_state and executable.runtime_executable().local_devices() == _devices(program):
                 store(path, json.dumps([*cpu_kernels.registered]).encode() + b"\n" + code)
-            for copy in path.parent.glob(f"jit_{function.__name__}-*"):
-                copy.unlink(missing_ok=True)
+        for copy in path.parent.glob(f"jit_*_{'[0-9a-f]' * 16}-*"):
+            with contextlib.suppress(OSError):
+                is_mine = copy.name.startswith(f"jit_{function.__name__}-")
+                if is_mine or copy.stat().st_mtime < time.time() - 3600:  # of a process that was killed
+                    copy.unlink()

@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import gguf
-import jax
 import numpy as np
 import pytest
 from checkpoint_files import (
@@ -19,16 +18,15 @@ from checkpoint_files import (
     with_bad_value,
     write_gguf,
 )
-from flax import nnx
 from gguf import GGMLQuantizationType as Quant
-from tiny_models import tiny_config
+from tiny_models import tiny_config, widened
 
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT, written_keys
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
 from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.kernels.blocks import BlockMatrix, TiledLayer, as_array
+from failfast_jax.kernels.blocks import BlockMatrix, TiledLayer
 from failfast_jax.models.block_network import DSparkConfig
 from failfast_jax.models.config_keys import read_rope
 from failfast_jax.models.model_config import RopeConfig
@@ -68,10 +66,9 @@ def test_gguf_equals_a_folder_of_dequantised_weights(tmp_path, name, kind):
     same = hf_folder(tmp_path / "hf", name, dequantised, **({"attention_bias": True} if biases else {}))
     assert any(kind_of(key, value) == kind for key, value in tensors.items())
     model, source = load_model(path), load_model(same)
-    assert isinstance(model.layers[0].mlp.down.weight[...], BlockMatrix) == (kind not in (Quant.BF16, Quant.F16))
-    model.layers, model.places = nnx.List(model.layer(index) for index in range(model.config.num_layers)), None
-    leaves = (BlockMatrix, TiledLayer)
-    assert same_parameters(jax.tree.map(as_array, model, is_leaf=lambda node: isinstance(node, leaves)), source)
+    matrix = model.layer(0).mlp.down.weight[...]
+    assert isinstance(matrix, BlockMatrix | TiledLayer) == (kind not in (Quant.BF16, Quant.F16))
+    assert same_parameters(widened(model), source)
     assert model.config.rope == source.config.rope and model.config.rms_norm_eps == source.config.rms_norm_eps
     assert model.config.tie_embeddings == (name == "llama_tied")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 from checkpoint_files import FIXTURES, refuses, same_parameters
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tiny_models import widened
 
 from convert.conversion import convert
 from failfast_jax.checkpoints import checkpoint, packed_matrices
@@ -104,8 +104,7 @@ def test_a_packed_model_as_floats(tmp_path):
     packed, _, config = model_of("awq_32")
     folder = write(tmp_path / "packed", packed, config)
     model, floats = load_model(folder), load_model(folder, widen=True)
-    unpacked = jax.tree.map(as_array, model, is_leaf=lambda x: isinstance(x, BlockMatrix))
-    assert same_parameters(unpacked, floats)
+    assert same_parameters(widened(model), floats)
     assert same_parameters(load_model(convert(folder, tmp_path / "converted", progress=False)), floats)
 
 

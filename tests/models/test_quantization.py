@@ -15,7 +15,7 @@ from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
 from flax import nnx
 from gguf import GGMLQuantizationType as Quant
 from tiny_engines import lossless
-from tiny_models import random_extended, random_model, tiny_config
+from tiny_models import random_extended, random_model, tiny_config, widened
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
@@ -23,10 +23,11 @@ from failfast_jax.decoding import picking
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks, cpu_blocks, cpu_kernels
 from failfast_jax.kernels.attention_window import RowGroups, TreeMask
-from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TransposedMatrix, as_array
+from failfast_jax.kernels.blocks import BlockMatrix, TiledMatrix, TiledStack, TransposedMatrix, as_array
 from failfast_jax.kernels.row_operations import product
 from failfast_jax.models import quantization, sharding, transformer
 from failfast_jax.models.layers import Linear
+from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import progress
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 3, 4, 5]
@@ -47,42 +48,71 @@ def test_logits_stay_close_and_the_original_as_it_was(tied, scheme, error):
     model = random_model(tiny_config(hidden_size=64, intermediate_size=96, tie_embeddings=tied, mlp_bias=True))
     expected = np.asarray(model.logits([PROMPT]))
     small = model.quantized(scheme)
-    assert all(isinstance(layer.weight[...], BlockMatrix) for layer in linears(small))
+    assert all(isinstance(layer.weight[...], BlockMatrix | TiledStack) for layer in linears(small))
     assert small.is_stacked and isinstance(small.embed[...], BlockMatrix)
-    assert len(linears(small)) == 4 + (not tied) and len(small.layers[0].mlp.down.weight[...].codes) == 2
+    assert len(linears(small)) == 4 + (not tied) and small.layers[0].mlp.down.weight[...].places == ((0, 0), (0, 1))
     assert 1e-4 < difference(small.logits([PROMPT]), expected) < error
     assert small.quantized().embed[...].codes is small.embed[...].codes
     assert np.array_equal(model.logits([PROMPT]), expected)
 
 
-@pytest.mark.parametrize("head_dim", [8, 32])  # rotated by XLA, and by the kernel
-@pytest.mark.parametrize("pattern", ["text", "tree", "copies"])
-def test_a_pass_over_stacked_layers_has_the_bits_of_one_that_names_them(pattern, head_dim):
-    """With the cache of a first pass: hidden states, features, keys and values of all layers."""
+def stacked_and_not(head_dim: int) -> tuple[Decoder, Decoder]:
+    """Layers of two forms, in one item and one by one."""
     model = random_model(tiny_config(hidden_size=64, intermediate_size=96, num_layers=3, head_dim=head_dim))
     model.layers[1] = quantization.quantized(model.layers[1], "int4")
     stacked = model.quantized()
-    assert stacked.places == ((0, 0), (1, 0), (0, 1))
     single = copy.copy(stacked)
-    single.layers, single.places = nnx.List(quantization.quantized(layer, "int8") for layer in model.layers), None
+    single.layers = nnx.List(quantization.quantized(layer, "int8") for layer in model.layers)
+    assert stacked.is_stacked and stacked.layers[0].mlp.down.weight[...].places == ((0, 0), (1, 0), (0, 1))
+    return stacked, single
+
+
+def two_windows(model: Decoder, batch: int = 2, **extra) -> list:
+    """Hidden states and features of a window after another one; keys and values of all layers."""
+    cache = model.init_cache(batch, 128)
+    _, cache, _ = model.window(jnp.arange(7 * batch).reshape(batch, 7), cache, jnp.zeros(batch, int), jnp.int32(7))
+    tokens, start = jnp.array([[3, 4, 5]] * batch), jnp.full(batch, 7)
+    hidden, cache, features = model.window(tokens, cache, start, jnp.int32(10), (2, -1, 0), **extra)
+    return [hidden, features, jnp.concatenate(cache.k, axis=1), jnp.concatenate(cache.v, axis=1)]
+
+
+@pytest.mark.parametrize("head_dim", [8, 32])  # rotated by XLA, and by the kernel
+@pytest.mark.parametrize("pattern", ["text", "tree", "copies"])
+def test_a_pass_over_stacked_layers_has_the_bits_of_one_that_names_them(pattern, head_dim):
+    seen = [[7, 7 + row, 8 + row, 0, 0] for row in range(3)]
     extra = {
         "text": {},
         "tree": {"tree": TreeMask(jnp.array([[0, 1, 1]] * 2), jnp.tril(jnp.ones((2, 3, 3), bool)))},
-        "copies": {
-            "groups": RowGroups(
-                jnp.array([[7, 8, 7]] * 2), jnp.array([[[7, 7 + i, 8 + i, 0, 0] for i in range(3)]] * 2)
-            )
-        },
+        "copies": {"groups": RowGroups(jnp.array([[7, 8, 7]] * 2), jnp.array([seen] * 2))},
     }[pattern]
-    results = []
-    for form in (stacked, single):
-        cache = form.init_cache(2, 128)
-        _, cache, _ = form.window(jnp.arange(14).reshape(2, 7), cache, jnp.zeros(2, int), jnp.int32(7))
-        tokens, start = jnp.array([[3, 4, 5]] * 2), jnp.full(2, 7)
-        hidden, cache, features = form.window(tokens, cache, start, jnp.int32(10), (-1, 0, 2), **extra)
-        results.append([hidden, features, jnp.concatenate(cache.k, axis=1), jnp.concatenate(cache.v, axis=1)])
-    for by_stack, by_name in zip(*results):
+    stacked, single = stacked_and_not(head_dim)
+    for by_stack, by_name in zip(two_windows(stacked, **extra), two_windows(single, **extra)):
         assert np.array_equal(by_stack, by_name) and np.isfinite(by_name).all()
+    if pattern == "text":
+        assert np.allclose(stacked.logits([PROMPT]), single.logits([PROMPT]), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "reference", pytest.param("simulated-tpu", marks=pytest.mark.long)])
+def test_every_kernel_finds_its_layer_in_a_stacked_cache(kernel):
+    forms = [model.spread(None, kernel=kernel) for model in stacked_and_not(128)]
+    for by_stack, by_name in zip(*map(two_windows, forms)):
+        assert np.allclose(by_stack, by_name, atol=1e-5)
+
+
+def test_a_pass_over_stacked_layers_copies_no_cache():
+    """Layers of two forms: a choice between layers would carry the caches, and copy them."""
+    stacked, _ = stacked_and_not(32)
+    cache = stacked.init_cache(1, 1024)
+    arguments = stacked, jnp.zeros((1, 4), int), cache, jnp.zeros(1, int), jnp.int32(4)
+    step = jax.jit(lambda model, *window: model.window(*window)[:2], donate_argnums=2)
+    needed = step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    assert needed < cache.k[0].nbytes / 4
+
+
+def test_models_in_bfloat16_are_not_stacked():
+    """XLA for CPU writes a slice of a bfloat16 array as the whole array."""
+    model = random_model(tiny_config(hidden_size=64, intermediate_size=96, num_layers=3), dtype="bfloat16")
+    assert not model.quantized().is_stacked
 
 
 @pytest.mark.parametrize("method", ["ar", "failfast"])
@@ -92,7 +122,8 @@ def test_lossless_against_the_quantised_target(method):
     drafter = target if method == "ar" else random_extended(target)
     engine = FailFast(target, drafter, quantize="int8", quantize_drafter="int8")
     reader = engine.drafter if method == "ar" else engine.drafter.network
-    assert all(isinstance(layer.weight[...], BlockMatrix) for layer in linears(engine.target) + linears(reader))
+    kinds = BlockMatrix | TiledStack
+    assert all(isinstance(layer.weight[...], kinds) for layer in linears(engine.target) + linears(reader))
     drafts = {"spec_len": 4} if method == "ar" else {"spec_len": 4, "max_spec_len": 4}
     (result,) = lossless(engine, [PROMPT], method=method, max_new_tokens=24, ignore_eos=True, **drafts)
     assert method != "ar" or result.stats.accepted == result.stats.drafted > 10
@@ -159,15 +190,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 needs_kernel = pytest.mark.skipif(cpu_kernels.integer_lanes() is None, reason="XLA multiplies on this processor")
 
 
-def widened(model):
-    """The model with its matrices in blocks as numbers."""
-    return jax.tree.map(
-        lambda leaf: as_array(leaf) if isinstance(leaf, BlockMatrix) else leaf,
-        model,
-        is_leaf=lambda node: isinstance(node, BlockMatrix),
-    )
-
-
 @pytest.fixture
 def warnings(caplog):
     progress.warn_once.cache_clear()
@@ -231,7 +253,7 @@ def test_a_file_that_is_quantised_already_stays_so_and_a_line_says_it(tmp_path, 
     path = write_gguf(tmp_path / "quantised.gguf", "qwen2_untied", quantise=half, extra=gguf_tokenizer)
     engine = FailFast(path, quantize="int4")
     assert f"--quantize int4: {path} is quantised; its blocks stay as stored" in caplog.text
-    assert engine.target.layers[0].mlp.gate_up.weight[...].bits == 8
+    assert engine.target.layer(0).mlp.gate_up.weight[...].forms[0].bits == 8
 
 
 @needs_kernel

@@ -32,7 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="one user turn of the model's chat template, if it has one")
+    about = "one user turn of the model's chat template, if it has one"
+    prompt.add_argument("--prompt", metavar="TEXT", action=OnePrompt, help=about)
     prompt.add_argument("--prompt-file", metavar="F", type=user_path, help="read the prompt from a text file")
     prompt.add_argument("--token-ids", metavar="1,2,3", help="bypass tokenizer and chat template")
     output = parser.add_argument_group("output")
@@ -48,6 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags_named(parser.add_argument_group("sampling"), "temperature", "top_p", "top_k", "seed", "acceptance")
     add_engine_flags(parser)
     return parser
+
+
+class OnePrompt(argparse.Action):
+    """Refuses a second prompt, which would replace the first without a word."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        if namespace.prompt is not None:
+            parser.error("--prompt: given twice, and an answer has one prompt; for several see docs/python.md")
+        namespace.prompt = value
 
 
 def _read_prompt(args: argparse.Namespace) -> str | list[int]:

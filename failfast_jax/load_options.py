@@ -31,7 +31,9 @@ class LoadOptions(CommandOptions):
         None, "weight dtype (float32 on CPU, bfloat16 elsewhere)", choices=("float32", "bfloat16", "float16")
     )
     max_seq_len: int | None = option(None, "maximum prompt + output length in tokens (the models' context)")
-    attention: str | None = option(None, "kernel of cached attention (default: by platform)")
+    attention: str | None = option(
+        None, "kernel of cached attention (default: by platform; others are for comparisons)"
+    )
     quantize: str | None = option(None, "round to 8 or 4 bits the matrices that the target's file holds as floats")
     quantize_drafter: str | None = option(None, "matrices of the drafter: in 8 or 4 bits, or none: as stored")
     activations: str | None = option(

@@ -132,6 +132,12 @@ def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(com
     assert f"error: --target {TARGET}: has no tokenizer; put " in capsys.readouterr().err
 
 
+def test_a_second_prompt_is_an_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--prompt", "a", "--prompt", "b"])
+    assert "error: --prompt: given twice, and an answer has one prompt" in capsys.readouterr().err
+
+
 def test_prompt_from_stdin(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["--target", TARGET, "--method", "lookup"]) == 2

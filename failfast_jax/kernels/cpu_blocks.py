@@ -25,7 +25,7 @@ def refusal(inputs: int, matrix: BlockMatrix | None = None) -> str | None:
     if cpu_kernels.integer_lanes() is None:
         return cpu_kernels.NO_UNIT
     if inputs % INPUTS:
-        return f"{inputs} inputs: a multiple of {INPUTS}"
+        return f"{inputs} inputs, not a multiple of {INPUTS}"
     if matrix is None:
         return None
 

@@ -268,7 +268,7 @@ def test_activations_are_served_or_refused():
     names = [quantization.arithmetic(model) for model in (engine.target, engine.drafter)]
     assert names == ["float32 weights, float32 activations", "4-bit blocks, float32 activations"]
     odd = random_model(tiny_config(hidden_size=40, head_dim=10))
-    with pytest.raises(OptionError, match="int8: target: .*40 inputs: a multiple of 32; XLA multiplies in float32"):
+    with pytest.raises(OptionError, match="int8: target: .*40 inputs, not a multiple of 32; XLA multiplies in float32"):
         FailFast(odd, quantize="int8", activations="int8")
     spread = {"tensor_parallel": 2, "data_parallel": 64}
     flags = "--tensor-parallel 2 and --data-parallel 64$"

@@ -24,6 +24,8 @@ def answer(setting, method, question, rounds, options=None, decode_s=1.0, **chan
         "decode_s": decode_s,
         "tokens": tokens,
         "output_ids": [7] * tokens,
+        "prompt_ids": [5, 6],
+        "prompt_tokens": 2,
         "rounds": len(detail) or tokens,
         "drafted": sum(map(len, drafts)),
         "drafter_passes": sum(passes for *_, passes in rounds),

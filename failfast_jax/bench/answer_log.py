@@ -60,6 +60,7 @@ def to_record(result: Result, batch: int = 1) -> Record:
         **{name: getattr(result.stats, name) / batch for name in ("decode_s", "prefill_s")},
         **{name: getattr(result.stats, name) for name in counts},
         "prompt_tokens": len(result.prompt_ids),
+        "prompt_ids": result.prompt_ids,
         "tokens": len(result.output_ids),
         "finish_reason": result.finish_reason,
         "output_ids": result.output_ids,

@@ -137,4 +137,4 @@ def test_the_command(preset, tmp_path, capsys):
     records = run / "records.jsonl"
     records.write_text(records.read_text().replace('"drafter": {"kind"', '"old": {"kind"'))
     assert main(["paper", str(run)]) == 2
-    assert "recorded without drafted ids" in capsys.readouterr().err
+    assert "recorded without drafted or prompt ids" in capsys.readouterr().err

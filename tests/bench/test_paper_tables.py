@@ -1,11 +1,12 @@
 """The paper's averages, tables, claims and modelled speedups, from a few records, by hand."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from paper_records import answer
 
 from failfast_jax.bench.answer_log import AnswerLog
-from failfast_jax.bench.paper import averages, reproduction
+from failfast_jax.bench.paper import averages, extension, reproduction
 from failfast_jax.bench.paper.averages import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS, parse_latency
 
 RECORDS = [
@@ -140,3 +141,20 @@ def test_latencies():
     for text in ("8B", "0:0", "1", "-1:5", "a:b"):
         with pytest.raises(ValueError, match=f"--modelled {text}: must be DRAFT:TARGET"):
             parse_latency(text)
+
+
+def test_what_confidence_and_repetition_say_of_drafts_that_grow():
+    confidence, right = pd.Series([0.9, 0.7, 0.6, 0.2]), pd.Series([True, False, True, False])
+    assert extension.auroc(confidence, right) == 0.75
+    assert np.isnan(extension.auroc(confidence, right | True))
+    assert extension.looked_up([1, 2, 3, 4, 1, 2], 6, 3) == [3, 4, 1]
+    assert extension.looked_up([1, 2, 3, 4, 5], 5, 3) == []
+    rounds = [([0.9, 0.8, 0.3], 2, 1), ([0.4], 0, 1), ([], 0, 1)]
+    drafter = {"kind": "other", "grows": True, "spec_len": 1}
+    texts = {"prompt_ids": [1, 2, 3, 4, 1, 2], "prompt_tokens": 6, "output_ids": [3, 4, 9, 8, 7]}
+    grown = answer("failfast", "failfast", "q", rounds, drafter=drafter, **texts)
+    fixed = answer("fixed", "failfast", "q", rounds, drafter=drafter | {"grows": False}, **texts)
+    frame = AnswerLog.of([answer("vanilla", "vanilla", "q", []), grown, fixed]).frame()
+    # Right .9 .8, wrong .3 .4. Of two drafts one is extended: 3 tokens, of which the target takes 2, as a lookup would.
+    expected = ["math500", "failfast", "1", "2.0", "1.00", "1.000", "50.0", "3.0", "2.00", "100"]
+    assert lines(extension.extension_table(frame)) == [expected]

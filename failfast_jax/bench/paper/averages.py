@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from failfast_jax.bench.paper.extension import extension_table
 from failfast_jax.bench.paper.released_passes import released_rounds
 from failfast_jax.bench.rows import BASELINE
 from failfast_jax.drafters import METHODS
@@ -94,6 +95,7 @@ class PaperRun(NamedTuple):
       chosen: per dataset and row, the label that stands for it.
       answered: per dataset, how many questions (each as often as it was asked) all rows answered, and how many any.
       sums: sums over all answers; see `sums_of`.
+      extension: result of `extension_table`.
     """
 
     target: str
@@ -104,6 +106,7 @@ class PaperRun(NamedTuple):
     chosen: dict[str, dict[str, str]]
     answered: dict[str, tuple[int, int]]
     sums: pd.DataFrame
+    extension: str
 
     def rows(self) -> list[str]:
         """Returns the rows of any dataset, the paper's first."""
@@ -221,7 +224,9 @@ def read_run(answers: pd.DataFrame, target: str, latency: Latency) -> PaperRun:
     pooled = figures_of(groups[SUMS].sum().join(groups.priced.all()), latency)
     counts = [frame.drop_duplicates(same).dataset.value_counts() for frame in (kept, sums)]
     answered = {dataset: (int(counts[0][dataset]), int(counts[1][dataset])) for dataset in chosen}
-    return PaperRun(target, latency, means, pooled, published_of(target), chosen, answered, sums)
+    return PaperRun(
+        target, latency, means, pooled, published_of(target), chosen, answered, sums, extension_table(answers)
+    )
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

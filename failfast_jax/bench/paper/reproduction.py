@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_run(folder: Path, modelled: str | None) -> PaperRun:
     """Reads a run, all rows that its records have."""
     answers = RunAnswers.read(folder, last_only=False).answers
-    if "drafter" not in answers or answers.drafter.isna().any():
-        raise ValueError(f"{folder / RECORDS}: recorded without drafted ids; run it again into another --out")
+    if any(name not in answers or answers[name].isna().any() for name in ("drafter", "prompt_ids")):
+        raise ValueError(f"{folder / RECORDS}: recorded without drafted or prompt ids; run it again into another --out")
     head = next((line for line in read_lines(folder / RECORDS)[0] if line.get("kind") == RUN), None)
     if head is None:
         raise ValueError(f"{folder / RECORDS}: no record of a run; name a folder of `bench run`")
@@ -73,6 +73,7 @@ def page(runs: list[PaperRun]) -> str:
             f"Tables 1 and 4: speedup over vanilla decoding.\n\n{averages.speedups(run)}",
             averages.ratios(run),
             f"Table 5.\n\n{averages.details(run)}",
+            f"Drafts that grow (all questions).\n\n{run.extension}",
         ]
     return "\n\n".join([*parts, f"## Numbers of the text\n\n{claims_table(runs)}"]) + "\n"
 

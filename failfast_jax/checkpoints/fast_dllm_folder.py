@@ -93,7 +93,10 @@ def save_fast_dllm(
 
 
 class BorrowingLayout:
-    """Folders of drafters that borrow; as `drafter_folder.DrafterLayout`, without features of the target."""
+    """Folders of drafters that borrow; as `drafter_folder.DrafterLayout`, without features of the target.
+
+    Blocks of one position make an autoregressive drafter.
+    """
 
     kind = BLOCK_DIFFUSION
     architectures = ()
@@ -114,7 +117,7 @@ class BorrowingLayout:
                     f"{ours!r}: give its own target with --target"
                 )
         layers = number(raw, "num_hidden_layers", where, most=LARGEST["num_hidden_layers"])
-        block = number(raw, "bd_size", where, least=2, most=target.max_position_embeddings)
+        block = number(raw, "bd_size", where, most=target.max_position_embeddings)
         config, mask = target.with_mask_row(layers, block), {"mask": (target.hidden_size,)}
         tensors, parts = folder_tensors(folder), ("embed", "head")
         opened = Checkpoint(folder, config, raw, BORROWING_TABLE, tensors, extra_shapes=mask, borrowed_parts=parts)

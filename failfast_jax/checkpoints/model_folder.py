@@ -91,7 +91,8 @@ class ModelFolder:
     def kind(self) -> Kind:
         """The kind of model that it drafts as."""
         if self.layout is not None:
-            return self.layout.kind
+            is_causal = self.layout.kind == BLOCK_DIFFUSION and self.raw.get("bd_size") == 1
+            return AUTOREGRESSIVE if is_causal else self.layout.kind
         return BLOCK_DIFFUSION if self.checkpoint.config.is_diffusion else AUTOREGRESSIVE
 
     @property

@@ -160,7 +160,7 @@ def forward_pair(
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
     x, _ = jax.lax.scan(lambda x, layer: (step(layer, x), None), x, layers)
     x = model.norm(x).swapaxes(0, 1)
-    return x[:-1].reshape(*noised.shape, -1), x[-1]
+    return x[:-1].reshape(*noised.shape, x.shape[-1]), x[-1]
 
 
 def source_rows(
@@ -224,7 +224,11 @@ def loss(
 
     def token_losses(model: Decoder, tokens: Array, masked: Array, gather: Callable | None = None) -> tuple[Array, ...]:
         noised = jnp.where(masked, mask_token, tokens).reshape(-1, tokens.shape[1])
-        hidden = source_rows(*forward_pair(model, noised, tokens, gather=gather), block, config.block_start)
+        if block == 1:  # the clean copy predicts each next token, as an autoregressive model does
+            _, clean = forward_pair(model, noised[:0], tokens, gather=gather)
+            hidden = jnp.tile(jnp.roll(clean, 1, axis=1), (2, 1, 1))
+        else:
+            hidden = source_rows(*forward_pair(model, noised, tokens, gather=gather), block, config.block_start)
         target = batch["target"] if config.target_weight else None
         scored = config.mask_logit == "scored"
         return _token_losses(model, hidden, tokens, target, masked, score_mask=scored, chunk=head_chunk)

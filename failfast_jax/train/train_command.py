@@ -25,7 +25,7 @@ from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, fi
 from failfast_jax.checkpoints.model_folder import CHANCES
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.engine import FailFast
-from failfast_jax.models.drafter_model import FEATURE_BLOCK
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, FEATURE_BLOCK
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
@@ -218,10 +218,12 @@ class Evaluation:
         self.drafts: confidence_scaling.Drafts = []
         drafter, spec_len = self._drafter(objective.trainable), config.eval_spec_len
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
-        cut = {"tau": 1.0}
-        if drafter.kind == FEATURE_BLOCK:  # a block, or its first tokens
-            cut = {"tau": 0.0, "max_spec_len": spec_len or drafter.max_block_draft}
-        self.options = {"method": "failfast", **cut, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
+        cut: dict[str, Any] = {"method": "failfast", "tau": 1.0}
+        if drafter.kind == AUTOREGRESSIVE:
+            cut = {"method": "ar"}
+        elif drafter.kind == FEATURE_BLOCK:  # a block, or its first tokens
+            cut |= {"tau": 0.0, "max_spec_len": spec_len or drafter.max_block_draft}
+        self.options = {**cut, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
         tokenizer, drafter_tokenizer = objective.tokenizers
         with processes.as_single_process():
             self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)

@@ -108,7 +108,7 @@ class TrainConfig:
     confidence_for: str = _dspark("sampled", "kind of acceptance that the head predicts", choices=("sampled", "greedy"))
     mask_token: int | None = _unknown(None, "id for an unknown token; default: one that no text has", "ID")
     position_decay: float = _setting(3.0, "the k-th token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True)
-    block_size: int = _masked(32, "positions per block", least=2)
+    block_size: int = _masked(32, "positions per block; 1 (standalone): an autoregressive drafter", least=1)
     corruption: str = _masked("uniform", "masks: as released, or as in drafting", choices=("uniform", "draft"))
     block_start: str = _masked("clean", "block before a first token (noised: as released)", choices=("clean", "noised"))
     mask_logit: str = _diffusion("hidden", "mask in the softmax (scored: as released)", choices=("hidden", "scored"))

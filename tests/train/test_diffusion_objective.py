@@ -167,6 +167,19 @@ def test_a_mask_that_is_no_row_of_the_embedding_gives_the_same_loss():
     np.testing.assert_allclose(*values, rtol=1e-5)
 
 
+def test_blocks_of_one_position_are_trained_as_autoregressive_models_are():
+    """Each token once in each view, predicted from the clean text before it."""
+    net, batch = model(), packed_batch()
+    net.config = dataclasses.replace(net.config, block_size=1)
+    (value, metrics), _ = value_and_grad(net, batch, key=jax.random.key(3), config=OPTIONS["draft"], head_chunk=20)
+    tokens = jnp.where(batch["tokens"] < 0, MASK, batch["tokens"])
+    scores = jax.nn.log_softmax(net.forward(tokens).at[..., MASK].set(-1e9))
+    terms = -jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    counted = batch["labelled"][:, 1:]
+    np.testing.assert_allclose(value, terms[counted].mean(), rtol=1e-5)
+    assert metrics["labels"] == 2 * counted.sum() == metrics["firsts"]
+
+
 def test_labels_are_counted():
     """Not the first tokens, nor the mask token; without any label the loss is 0."""
     clean = functools.partial(value_and_grad, key=jax.random.key(0), config=OPTIONS["clean"], head_chunk=20)

@@ -84,14 +84,18 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.long
-def test_a_standalone_drafter_borrows_from_its_target(data, tmp_path, capsys):
-    flags = "--family standalone --layers 1 --block-size 16 --steps 2".split()
+@pytest.mark.parametrize("block, method", [(16, "failfast"), (1, "ar")])
+def test_a_standalone_drafter_borrows_from_its_target(block, method, data, tmp_path, capsys):
+    flags = f"--family standalone --layers 1 --block-size {block} --steps 2".split()
     assert main(arguments(data, tmp_path / "run", *flags)) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["steps"] == 2 and report["drafted_per_round"] > 0
     assert json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())["borrow"] is True
-    drafter = FailFast(TARGET, tmp_path / "run" / "drafter").drafter
-    assert drafter.config.num_layers == 1 and drafter.config.block_size == 16
+    engine = FailFast(TARGET, tmp_path / "run" / "drafter")
+    assert engine.drafter.config.num_layers == 1 and engine.drafter.config.block_size == block
+    assert engine.drafter.method == method
+    (answer,) = engine.generate([[3, 14, 15]], method=method, max_new_tokens=4)
+    assert answer.stats.drafted > 0
 
 
 def test_the_commands_of_the_default_drafter_parse(tmp_path, monkeypatch):

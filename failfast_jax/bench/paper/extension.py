@@ -1,4 +1,4 @@
-"""How a drafter's confidence decides the length of drafts, from records: what the paper says of it in Sec. 3 and 4."""
+"""Drafts that grow with the drafter's confidence, from records: what the paper says of them in Sec. 3 and 4."""
 
 from __future__ import annotations
 

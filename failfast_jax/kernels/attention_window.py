@@ -52,7 +52,7 @@ class RowGroups:
 
 @flax.struct.dataclass
 class Window:
-    """Places of the tokens of one pass over the cache, and the slots that they see; but for `layer` that of all layers.
+    """Places of the tokens of one pass over the cache, and the slots that they see; only `layer` differs by layer.
 
     Row w of a text stands at position `start + w` and sees the slots up to `last(W)` and from `first(W)` on:
 

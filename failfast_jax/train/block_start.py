@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
 from failfast_jax.checkpoints.drafter_folder import check_target
 from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.errors import OptionError
 from failfast_jax.models.block_network import DSpark, DSparkConfig
 from failfast_jax.models.layers import Attention
@@ -56,6 +57,8 @@ def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerC
     if config.family in DIFFUSION:
         require(config.layers is None, f"--layers {config.layers}", "--family diffusion trains a whole model")
         return LayerChoice()
+    if config.family in STANDALONE and config.start is not None:
+        return LayerChoice(tuple(range(ModelFolder(config.start).fit(target, name).config.num_layers)))
     if (start := config.start_config) is not None:
         check_target(start, target, resolve_source(config.start), name, start.num_target_layers)
         return LayerChoice(features=start.feature_layers)

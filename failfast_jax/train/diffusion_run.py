@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dllm
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
@@ -125,14 +126,19 @@ class DiffusionObjective(Objective):
 
 
 class StandaloneObjective(DiffusionObjective):
-    """`Objective` of a drafter that starts from layers of its target, in this order, and borrows embedding and head.
+    """`Objective` of a drafter that borrows embedding and head; it starts from `layers` of its target, in this order,
+    or of a drafter of its kind (`--start`), whatever the size of its blocks.
 
     The loss reads `constants`: `target` (Decoder); with `--target-weight`, of a batch also its hidden states.
     """
 
     def __init__(self, target: Decoder, layers: tuple[int, ...], config: TrainConfig):
+        source, mask = target, mean_embedding(target)
+        if config.start is not None:
+            source = ModelFolder(config.start).open_drafter(target.config, "the target").load(target)
+            mask = jnp.array(source.mask_row[...], jnp.float32)
         model_config = target.config.with_mask_row(len(layers), config.block_size)
-        values, params = AbstractModule.of(target).leaves, {"mask": mean_embedding(target)}
+        values, params = AbstractModule.of(source).leaves, {"mask": mask}
         for name in _abstract_module(model_config).leaves:
             part, *path = name.split(".")
             if part == "layers":

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.drafter_folder import STORAGES
+from failfast_jax.checkpoints.fast_dllm_folder import BORROWING_LAYOUT
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.models.block_network import MARKOV_HEADS, DSparkConfig
 from failfast_jax.options import Option, add_flag, check_value, require, shown
@@ -79,7 +80,7 @@ class TrainConfig:
     target: str | None = _model(None, "model to draft for; default: SmolLM2-135M-Instruct", "P")
     family: str = _model("dspark", "kind of drafter", choices=FAMILIES)
     layers: str | None = _model(None, "target layers to start from; default: the last two, all (standalone)", "i,j")
-    start: str | None = _model(None, "continue from this drafter, adding heads (dspark), or model (diffusion)", "P")
+    start: str | None = _model(None, "continue from this drafter (dspark: adding heads) or model (diffusion)", "P")
 
     seq_len: int = _data(320, "documents are cut to this many tokens", "L", least=8)
     held_out: int = _data(64, "documents never trained on", least=1)
@@ -220,7 +221,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None:
-    """Reads the configuration of the block drafter at `--start`; None: training starts from a model's layers.
+    """Reads the configuration of the block drafter at `--start`; None: no block drafter is trained, or from the start.
 
     Raises:
       CheckpointError, ConfigError: there is none.
@@ -229,11 +230,13 @@ def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None
     start, layers = values.get("start"), values.get("layers")
     if start is None or family in DIFFUSION:
         return None
-    continues, flag = "not with --start, which continues from a dspark or dflash drafter as it is", f"--start {start}"
+    continues, flag = "not with --start, which continues from a drafter as it is", f"--start {start}"
     require(layers is None, f"--layers {layers}", continues)
-    require(family in BLOCKS, f"--family {family}", continues)
+    layout, kind = (BLOCK_LAYOUT, "dspark or dflash") if family in BLOCKS else (BORROWING_LAYOUT, family)
     folder = ModelFolder(start)
-    require(folder.layout is BLOCK_LAYOUT, flag, "not a dspark or dflash drafter")
+    require(folder.layout is layout, flag, f"not a {kind} drafter")
+    if family in STANDALONE:
+        return None
     model_config = BLOCK_LAYOUT.read_config(folder.raw, folder.where)
     is_other = model_config.own_row or bool(model_config.sliding_windows) or model_config.full_is_causal
     require(not is_other, flag, "z-lab's layout, sliding layers and causal blocks are read, and not trained")

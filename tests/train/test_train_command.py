@@ -96,6 +96,15 @@ def test_a_standalone_drafter_borrows_from_its_target(block, method, data, tmp_p
     assert engine.drafter.method == method
     (answer,) = engine.generate([[3, 14, 15]], method=method, max_new_tokens=4)
     assert answer.stats.drafted > 0
+    # Trained on, as a block-diffusion drafter: steps of almost nothing keep its weights.
+    more = f"--family standalone --start {tmp_path / 'run' / 'drafter'} --block-size 8 --steps 1 --learning-rate 1e-12"
+    assert main(arguments(data, tmp_path / "longer", *more.split())) == 0
+    config = json.loads((tmp_path / "longer" / "drafter" / "config.json").read_text())
+    assert config["bd_size"] == 8 and config["num_hidden_layers"] == 1
+    before, after = (load_file(tmp_path / run / "drafter" / "model.safetensors") for run in ("run", "longer"))
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
 
 
 def test_the_commands_of_the_default_drafter_parse(tmp_path, monkeypatch):
@@ -142,6 +151,7 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--start", PUBLISHED, "--family", "dflash"], "has a Markov or a confidence head: --family dspark"),
         (["--start", PUBLISHED], "drafts for a target with hidden size 64; "),
         (["--start", TARGET], f"--start {TARGET}: not a dspark or dflash drafter"),
+        (["--family", "standalone", "--start", PUBLISHED], f"--start {PUBLISHED}: not a standalone drafter"),
         (["--freeze", "backbone"], "--freeze backbone: needs --start"),
         (["--data", "nothing.npz"], "nothing.npz: no such file or folder"),
         (["--target", str(GOLDEN / "fast_dllm_v2_tied")], "a block-diffusion model; drafters are made from"),

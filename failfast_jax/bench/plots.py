@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from failfast_jax.bench.answer_log import AnswerLog, rounds_of
+from failfast_jax.bench.paper.extension import auroc
 from failfast_jax.bench.rows import BASELINE, BATCH
 from failfast_jax.bench.summary import totals
 from failfast_jax.policy.expected_tokens import calibration_error
@@ -192,7 +193,7 @@ def in_bins(confidence: pd.Series, accepted: pd.Series) -> pd.DataFrame:
     return groups.mean().assign(count=groups.size())
 
 
-def calibration(rounds: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, float]:
+def calibration(rounds: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, float, float]:
     """Compares a row's confidence with acceptance: all that the target agreed with, beyond an answer's end, too.
 
     Args:
@@ -200,7 +201,8 @@ def calibration(rounds: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, float
 
     Returns:
       Bins of drafts by the confidence of their first token, with the accepted length; bins of drafted tokens up to and
-      including the first rejected one, with the share accepted; and the expected calibration error over those tokens.
+      including the first rejected one, with the share accepted; and over those tokens the expected calibration
+      error, and the area under the ROC curve (`auroc`).
     """
     tokens = rounds.explode("confidence").astype({"confidence": float})
     position = tokens.groupby(level=0).cumcount() + 1
@@ -208,7 +210,8 @@ def calibration(rounds: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, float
     judged = tokens[position <= tokens.accepted + 1]
     error = calibration_error(judged.confidence.tolist(), judged.right.tolist())
     first = rounds.confidence.str[0].astype(float)
-    return in_bins(first, rounds.accepted), in_bins(judged.confidence, judged.right), error
+    area = auroc(judged.confidence, judged.right)
+    return in_bins(first, rounds.accepted), in_bins(judged.confidence, judged.right), error, area
 
 
 def calibration_curves(run: RunAnswers) -> Any:
@@ -220,7 +223,7 @@ def calibration_curves(run: RunAnswers) -> Any:
         raise NoData("no row drafted anything")
     figure = figure_class()(figsize=(11, 4 * len(by_row)), layout="constrained")
     axes = figure.subplots(len(by_row), 2, squeeze=False)
-    for (left, right), (name, (first, tokens, error)) in zip(axes, by_row.items()):
+    for (left, right), (name, (first, tokens, error, area)) in zip(axes, by_row.items()):
         for axis, points in ((left, first), (right, tokens)):
             axis.plot(points.confidence, points.accepted, "o-")
             axis.set_xlim(-0.02, 1.02)
@@ -228,7 +231,7 @@ def calibration_curves(run: RunAnswers) -> Any:
         left.set_ylabel("mean accepted length")
         left.set_ylim(bottom=0)
         right.plot([0, 1], [0, 1], "--", color="#999999")
-        right.set(title=f"{name}: reliability, calibration error {error:.3f}", ylim=(-0.02, 1.02))
+        right.set(title=f"{name}: calibration error {error:.3f}, AUROC {area:.3f}", ylim=(-0.02, 1.02))
         right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
     return figure
 

@@ -74,11 +74,12 @@ def test_of_repeats_the_median_counts():
 
 def test_calibration():
     """Judged: 0.7 and 0.9 accepted, 0.75 rejected (what follows it is not judged), 1.0 accepted, 0.2 rejected."""
-    first, tokens, error = calibrated(RECORDS[2])
+    first, tokens, error, area = calibrated(RECORDS[2])
     assert first["count"].to_dict() == {7: 2, 9: 1} and tokens["count"].to_dict() == {2: 1, 7: 2, 9: 2}
     assert first.loc[7].tolist() == pytest.approx([0.725, 1, 2]) and first.loc[9].tolist() == [1, 1, 1]
     assert tokens.loc[7].tolist() == pytest.approx([0.725, 0.5, 2])
     assert error == pytest.approx((1 * 0.2 + 2 * abs(0.5 - 0.725) + 2 * abs(1.0 - 0.95)) / 5)
+    assert area == pytest.approx(5 / 6)  # of 3 x 2 pairs, 0.7 and 0.75 are out of order
 
 
 def test_without_drafts():

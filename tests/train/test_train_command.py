@@ -107,19 +107,24 @@ def test_a_standalone_drafter_borrows_from_its_target(block, method, data, tmp_p
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
 
 
-def test_the_commands_of_the_default_drafter_parse(tmp_path, monkeypatch):
-    """Each command of the script, with real parsers: a misspelt option would only show after hours."""
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n')
+@pytest.mark.parametrize("name, calls", [("make_default_drafter", 4), ("make_diffusion_drafter", 4)])
+def test_the_commands_of_a_script_parse(name, calls, tmp_path, monkeypatch):
+    """Each command, with real parsers: a misspelt option would only show after hours."""
+    note = '#!/bin/sh\n(printf "%s\\t" "$@"; echo) >> "$(dirname "$0")/calls"\n'
+    (tmp_path / "python").write_text(note)
     (tmp_path / "python").chmod(0o755)
-    script = GOLDEN.parents[2] / "examples" / "make_default_drafter.sh"
+    script = GOLDEN.parents[2] / "examples" / f"{name}.sh"
     path = f"{tmp_path}:{os.environ['PATH']}"
     subprocess.run(["bash", script, tmp_path], env=os.environ | {"PATH": path}, check=True)
-    monkeypatch.setattr(command_line, "run", lambda *_: 0)  # reached once all words are parsed
-    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
-    assert [words[1:3] for words in calls[:2]] == [["failfast_jax.train", "selfgen"]] * 2 and len(calls) == 4
-    assert Path(calls[1][calls[1].index("--openings") + 1]).is_file()
-    for _, module, *words in calls:
-        assert importlib.import_module(f"{module}.__main__").main(words) == 0
+    monkeypatch.setattr(command_line, "run", lambda *_, **__: 0)  # reached once all words are parsed
+    made = [line.split("\t")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert made[0][1:3] == ["failfast_jax.train", "selfgen"] and len(made) == calls
+    for words in made:
+        if "--openings" in words:
+            assert Path(words[words.index("--openings") + 1]).is_file()
+        package = importlib.import_module(words[1])
+        module = importlib.import_module(f"{words[1]}.__main__") if hasattr(package, "__path__") else package
+        assert module.main(words[2:]) == 0
 
 
 def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, capsys):

@@ -1,17 +1,22 @@
-"""Drafts that grow with the drafter's confidence, from records: what the paper says of them in Sec. 3 and 4."""
+"""Accepted tokens, confidence and drafts that grow, from records: what the paper says of them in Sec. 3 and 4."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pandas as pd
 
 from failfast_jax.util.records import Record
 
+RESAMPLED = 2000
+"""Draws of the bootstrap."""
 COLUMNS = {
     "answers": "{:.0f}",
     "drafted a round": "{:.1f}",
     "accepted a round": "{:.2f}",
+    "from": "{:.2f}",
+    "to": "{:.2f}",
     "AUROC": "{:.3f}",
     "extended rounds, %": "{:.1f}",
     "drafted in them": "{:.1f}",
@@ -30,6 +35,15 @@ def auroc(confidence: pd.Series, right: pd.Series) -> float:
     return (ranks[right].sum() - hits * (hits + 1) / 2) / pairs if pairs else float("nan")
 
 
+def interval(rounds: pd.DataFrame) -> tuple[float, float]:
+    """95 % interval of the mean of `accepted` over rounds: questions are drawn anew, each with all its rounds."""
+    questions = rounds.groupby("question").accepted.agg(["sum", "size"]).to_numpy()
+    drawn = np.random.default_rng(0).integers(len(questions), size=(RESAMPLED, len(questions)))
+    accepted, count = questions[drawn].sum(1).T
+    low, high = np.quantile(accepted / count, [0.025, 0.975])
+    return low, high
+
+
 def looked_up(text: Sequence[int], begin: int, count: int) -> Sequence[int]:
     """At most `count` tokens that followed the latest earlier place of the two tokens before `begin`."""
     last = text[begin - 2 : begin]
@@ -38,34 +52,36 @@ def looked_up(text: Sequence[int], begin: int, count: int) -> Sequence[int]:
     return text[place + 2 : min(place + 2 + count, begin)]
 
 
-def rounds_of_answer(record: Record) -> Iterator[dict[str, float]]:
-    """Yields for each draft of an answer its tokens, those accepted, whether it was extended, and if so how many of the
-    accepted ones a lookup of two tokens would have had."""
+def rounds_of_answer(record: Record) -> Iterator[Record]:
+    """Yields for each draft of an answer its question, its tokens, those accepted, whether it was extended, and if so
+    how many of the accepted ones a lookup of two tokens would have had."""
     text, begin = record["prompt_ids"] + record["output_ids"], record["prompt_tokens"]
     for entry in record["detail"]:
         accepted = min(entry["accepted"], entry["emitted"])
-        is_extended = entry["drafted"] > record["drafter"]["spec_len"]
+        is_extended = record["drafter"].get("grows", False) and entry["drafted"] > record["drafter"]["spec_len"]
         if entry["drafted"]:
             had = 0
             for token, guess in zip(text[begin : begin + accepted], looked_up(text, begin, accepted)):
                 if not is_extended or token != guess:
                     break
                 had += 1
-            yield {"drafted": entry["drafted"], "accepted": accepted, "extended": is_extended, "had": had}
+            figures = {"drafted": entry["drafted"], "accepted": accepted, "extended": is_extended, "had": had}
+            yield {"question": record["question"], **figures}
         begin += entry["emitted"]
 
 
 def extension_table(answers: pd.DataFrame) -> str:
-    """Markdown with a line for each dataset and row whose drafts grow; sums over all rounds.
+    """Markdown with a line for each dataset and row that drafts; sums over all rounds with a draft.
 
-    AUROC is over drafted tokens up to and including the first rejected one: the others were never judged.
+    `from` and `to` are the `interval` of the accepted tokens. AUROC is over drafted tokens up to and including the
+    first rejected one: the others were never judged.
 
     Args:
       answers: see `AnswerLog.frame`.
     """
     lines = []
     for (dataset, setting), group in answers.groupby(["dataset", "setting"], sort=False):
-        records = [record for record in group.to_dict("records") if record["drafter"].get("grows")]
+        records = group.to_dict("records")
         rounds = pd.DataFrame([line for record in records for line in rounds_of_answer(record)])
         if not len(rounds):
             continue
@@ -83,6 +99,7 @@ def extension_table(answers: pd.DataFrame) -> str:
             len(records),
             rounds.drafted.mean(),
             rounds.accepted.mean(),
+            *interval(rounds),
             auroc(judged.confidence, judged.right),
             100 * rounds.extended.mean(),
             grown.drafted.mean(),
@@ -92,5 +109,5 @@ def extension_table(answers: pd.DataFrame) -> str:
         shown = ("-" if pd.isna(value) else form.format(value) for form, value in zip(COLUMNS.values(), figures))
         lines.append((dataset, setting, *shown))
     if not lines:
-        return "No row has drafts that grow."
+        return "No row drafts."
     return pd.DataFrame(lines, columns=["dataset", "row", *COLUMNS]).to_markdown(index=False, disable_numparse=True)

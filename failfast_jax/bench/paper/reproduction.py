@@ -73,7 +73,7 @@ def page(runs: list[PaperRun]) -> str:
             f"Tables 1 and 4: speedup over vanilla decoding.\n\n{averages.speedups(run)}",
             averages.ratios(run),
             f"Table 5.\n\n{averages.details(run)}",
-            f"Drafts that grow (all questions).\n\n{run.extension}",
+            f"Drafts, and how they grow (all questions; 95 % intervals over questions).\n\n{run.extension}",
         ]
     return "\n\n".join([*parts, f"## Numbers of the text\n\n{claims_table(runs)}"]) + "\n"
 

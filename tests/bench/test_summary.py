@@ -11,7 +11,7 @@ from paper_records import answer
 from failfast_jax.bench import plots, summary
 from failfast_jax.bench.answer_log import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE, AnswerLog, rounds_of
 from failfast_jax.bench.comparison import promises_equality
-from failfast_jax.bench.paper.reproduction import easy_share, easy_tokens
+from failfast_jax.bench.paper.extension import easy_share, easy_tokens
 from failfast_jax.bench.rows import BASELINE, Row
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question

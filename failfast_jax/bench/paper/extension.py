@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ COLUMNS = {
     "drafted in them": "{:.1f}",
     "accepted in them": "{:.2f}",
     "of these a lookup has, %": "{:.0f}",
+    "tokens in easy runs over 10, %": "{:.0f}",
 }
 
 
@@ -70,6 +72,25 @@ def rounds_of_answer(record: Record) -> Iterator[Record]:
         begin += entry["emitted"]
 
 
+def easy_tokens(record: Record) -> list[bool]:
+    """Returns for each token of an answer whether it was an accepted draft token, or the bonus after a whole draft."""
+    tokens: list[bool] = []
+    for entry in record["detail"]:
+        accepted = min(entry["accepted"], entry["emitted"])
+        tokens += [True] * accepted
+        # The target's own token: easy where all of a draft was right.
+        tokens += [0 < entry["drafted"] <= entry["accepted"]] * (entry["emitted"] - accepted)
+    return tokens
+
+
+def easy_share(records: Sequence[Record], cutoffs: Sequence[int]) -> list[float]:
+    """Returns the share of tokens in runs of more than so many easy tokens, per cutoff."""
+    answers = [easy_tokens(record) for record in records]
+    runs = [sum(run) for tokens in answers for easy, run in itertools.groupby(tokens) if easy]
+    total = max(sum(map(len, answers)), 1)
+    return [sum(run for run in runs if run > cutoff) / total for cutoff in cutoffs]
+
+
 def extension_table(answers: pd.DataFrame) -> str:
     """Markdown with a line for each dataset and row that drafts; sums over all rounds with a draft.
 
@@ -105,6 +126,7 @@ def extension_table(answers: pd.DataFrame) -> str:
             grown.drafted.mean(),
             grown.accepted.mean(),
             100 * grown.had.sum() / grown.accepted.sum() if grown.accepted.sum() else float("nan"),
+            100 * easy_share(records, [10])[0],
         ]
         shown = ("-" if pd.isna(value) else form.format(value) for form, value in zip(COLUMNS.values(), figures))
         lines.append((dataset, setting, *shown))

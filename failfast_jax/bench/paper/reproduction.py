@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,9 +20,10 @@ import pandas as pd
 from failfast_jax.bench.answer_log import RECORDS, RUN
 from failfast_jax.bench.paper import averages
 from failfast_jax.bench.paper.averages import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS, PAPERS, PaperRun
+from failfast_jax.bench.paper.extension import easy_share, easy_tokens
 from failfast_jax.bench.plots import OR_WITHOUT, NoData, RunAnswers, draw_each, figure_class, per_dataset
 from failfast_jax.util.files import user_path, write_atomically
-from failfast_jax.util.records import Record, read_lines
+from failfast_jax.util.records import read_lines
 
 NOTES = (
     "Rounds, lengths and drafter passes are counted as the authors' released code counts them. Cells: these records "
@@ -172,25 +172,6 @@ def passes(run: PaperRun, answers: RunAnswers) -> Any:
         axis.set_xlim(left=0)
 
     return per_dataset(answers, draw, xlabel="drafter passes a round, as released", ylabel="acceptance rate")
-
-
-def easy_tokens(record: Record) -> list[bool]:
-    """Returns for each token of an answer whether it was an accepted draft token, or the bonus after a whole draft."""
-    tokens: list[bool] = []
-    for entry in record["detail"]:
-        accepted = min(entry["accepted"], entry["emitted"])
-        tokens += [True] * accepted
-        # The target's own token: easy where all of a draft was right.
-        tokens += [0 < entry["drafted"] <= entry["accepted"]] * (entry["emitted"] - accepted)
-    return tokens
-
-
-def easy_share(records: Sequence[Record], cutoffs: Sequence[int]) -> list[float]:
-    """Returns the share of tokens in runs of more than so many easy tokens, per cutoff."""
-    answers = [easy_tokens(record) for record in records]
-    runs = [sum(run) for tokens in answers for easy, run in itertools.groupby(tokens) if easy]
-    total = max(sum(map(len, answers)), 1)
-    return [sum(run for run in runs if run > cutoff) / total for cutoff in cutoffs]
 
 
 def easy_regions(answers: RunAnswers) -> Any:

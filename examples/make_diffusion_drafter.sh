@@ -25,7 +25,7 @@ train() {
 within 0.4 train --out "$out/ar" --layers 0,1,6,12,18,24,28,29 --block-size 1
 
 # 3. The same layers learn to fill blocks of 16.
-within 0.4 train --out "$out/run" --start "$out/ar/drafter" --block-size 16 --corruption draft
+within 0.4 train --out "$out/run" --start "$out/ar/drafter" --block-size 16 --corruption draft --drawn-blocks 48
 
 # 4. Algorithm 1 of the paper with it: `--trace trace.html` shows each round.
 python -m failfast_jax.generate --drafter "$out/run/drafter" --method failfast --spec-len 8 --max-spec-len 64 \

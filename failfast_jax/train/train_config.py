@@ -111,6 +111,9 @@ class TrainConfig:
     position_decay: float = _setting(3.0, "the k-th token weighs exp(-(k-1)/x); 0: all weigh 1", least=0, infinite=True)
     block_size: int = _masked(32, "positions per block; 1 (standalone): an autoregressive drafter", least=1)
     corruption: str = _masked("uniform", "masks: as released, or as in drafting", choices=("uniform", "draft"))
+    drawn_blocks: int = _masked(
+        0, "noised blocks of a document, drawn among its answers' (--corruption draft); 0: all, twice", "n", least=0
+    )
     block_start: str = _masked("clean", "block before a first token (noised: as released)", choices=("clean", "noised"))
     mask_logit: str = _diffusion("hidden", "mask in the softmax (scored: as released)", choices=("hidden", "scored"))
     target_weight: float = _standalone(
@@ -156,6 +159,9 @@ class TrainConfig:
         for name in ("features", "mask_token"):
             is_free = not self.row_features or getattr(self, name) is None
             require(is_free, shown(name, getattr(self, name)), "not with --row-features")
+        is_drafted = (self.corruption, self.block_start) == ("draft", "clean")
+        flag = f"--drawn-blocks {self.drawn_blocks}"
+        require(is_drafted or not self.drawn_blocks, flag, "needs --corruption draft, and --block-start clean")
         is_even = self.family not in MASKED or self.seq_len % self.block_size == 0
         require(is_even, f"--seq-len {self.seq_len}", f"must be a multiple of --block-size {self.block_size}")
 

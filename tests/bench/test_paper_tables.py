@@ -8,6 +8,7 @@ from paper_records import answer
 from failfast_jax.bench.answer_log import AnswerLog
 from failfast_jax.bench.paper import averages, extension, reproduction
 from failfast_jax.bench.paper.averages import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS, parse_latency
+from failfast_jax.bench.plots import auroc
 
 RECORDS = [
     *(answer("vanilla", "vanilla", q, [], decode_s=6.0) for q in "ab"),
@@ -145,8 +146,8 @@ def test_latencies():
 
 def test_what_confidence_and_repetition_say_of_drafts_that_grow():
     confidence, right = pd.Series([0.9, 0.7, 0.6, 0.2]), pd.Series([True, False, True, False])
-    assert extension.auroc(confidence, right) == 0.75
-    assert np.isnan(extension.auroc(confidence, right | True))
+    assert auroc(confidence, right) == 0.75
+    assert np.isnan(auroc(confidence, right | True))
     assert extension.looked_up([1, 2, 3, 4, 1, 2], 6, 3) == [3, 4, 1]
     assert extension.looked_up([1, 2, 3, 4, 5], 5, 3) == []
     rounds = [([0.9, 0.8, 0.3], 2, 1), ([0.4], 0, 1), ([], 0, 1)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
+from failfast_jax.bench.plots import auroc
 from failfast_jax.util.records import Record
 
 RESAMPLED = 2000
@@ -25,16 +26,6 @@ COLUMNS = {
     "of these a lookup has, %": "{:.0f}",
     "tokens in easy runs over 10, %": "{:.0f}",
 }
-
-
-def auroc(confidence: pd.Series, right: pd.Series) -> float:
-    """Probability that a right token has more confidence than a wrong one (ties: half); NaN without either.
-
-    Confidences .9 .6 of right tokens and .7 .2 of wrong ones: three of four pairs are in order, 0.75.
-    """
-    ranks, hits = confidence.rank(), right.sum()
-    pairs = hits * (len(right) - hits)
-    return (ranks[right].sum() - hits * (hits + 1) / 2) / pairs if pairs else float("nan")
 
 
 def interval(rounds: pd.DataFrame) -> tuple[float, float]:

@@ -4,9 +4,9 @@
 #
 #   examples/make_diffusion_drafter.sh FOLDER [MINUTES]
 #
-# A fifth of the minutes (10) goes to data, two fifths to each drafter. The results are FOLDER/run/drafter and
-# FOLDER/ar/drafter; the same command again trains both for as long once more, on the same data. Compiling and measuring
-# come on top: some four minutes on two CPU cores.
+# A tenth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained for
+# about six tenths. The same command again trains both further, on the same data. Compiling and measuring come on top:
+# some six minutes on two CPU cores.
 set -euo pipefail
 out=${1:?usage: make_diffusion_drafter.sh FOLDER [MINUTES]}
 minutes=${2:-10}
@@ -14,20 +14,36 @@ minutes=${2:-10}
 # A command that ends for its time ends with status 3.
 within() { "${@:2}" --minutes "$(awk "BEGIN {print $1 * $minutes}")" || [ $? -eq 3 ]; }
 
-# 1. The target writes prompts of all kinds and answers them.
-[ -d "$out/ar" ] ||
-  within 0.2 python -m failfast_jax.train selfgen --out "$out/data" --documents 4096 --batch-size 32 --shard-size 32
+# 1. The target writes prompts of all kinds, then prompts that ask for code, and answers them.
+selfgen() {
+  within 0.05 python -m failfast_jax.train selfgen --documents 4096 --batch-size 32 --shard-size 32 "$@"
+}
+[ -d "$out/ar" ] || {
+  selfgen --out "$out/general"
+  selfgen --out "$out/code" --seed 7 --openings "$(dirname "$0")/../failfast_jax/assets/code_openings.txt"
+}
 
 # 2. Eight of its thirty layers, evenly spread but for the first and last ones, learn to go without the others.
 train() {
-  python -m failfast_jax.train --family standalone --data "$out/data" --skip-short --held-out 16 --batch 8 \
-    --steps 20000 --schedule constant --learning-rate 2e-3 --warmup 20 "$@"
+  python -m failfast_jax.train --family standalone --data "$out/general" "$out/code" --skip-short --held-out 16 \
+    --warmup 20 "$@"
 }
-within 0.4 train --out "$out/ar" --layers 0,1,6,12,18,24,28,29 --block-size 1
+endless=(--steps 20000 --schedule constant)
+autoregressive() {
+  within 0.3 train --out "$out/ar" --layers 0,1,6,12,18,24,28,29 --block-size 1 --batch 8 --learning-rate 2e-3 \
+    "${endless[@]}"
+}
+autoregressive
 
-# 3. The same layers learn to fill blocks of 16.
-within 0.4 train --out "$out/run" --start "$out/ar/drafter" --block-size 16 --corruption draft --drawn-blocks 48
+# 3. The same layers learn to fill blocks of 16, at the end at a falling rate.
+blocks=(--block-size 16 --batch 4 --corruption draft --drawn-blocks 24 --position-decay 6)
+within 0.25 train --out "$out/run" --start "$out/ar/drafter" "${blocks[@]}" --learning-rate 1e-3 "${endless[@]}"
+rm -rf "$out/final"
+train --out "$out/final" --start "$out/run/drafter" "${blocks[@]}" --learning-rate 8e-4 --steps $((2 * minutes))
 
-# 4. Algorithm 1 of the paper with it: `--trace trace.html` shows each round.
-python -m failfast_jax.generate --drafter "$out/run/drafter" --method failfast --spec-len 8 --max-spec-len 64 \
+# 4. The autoregressive drafter goes on, so that both have had the same time.
+autoregressive
+
+# 5. Algorithm 1 of the paper with it: `--trace trace.html` shows each round.
+python -m failfast_jax.generate --drafter "$out/final/drafter" --method failfast --spec-len 3 \
   --trace "$out/trace.html" --prompt "Write the numbers from 1 to 30, one on each line."

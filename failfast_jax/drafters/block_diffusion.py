@@ -150,6 +150,9 @@ class Wide(ChunkedDrafter, BlockDrafter):
         lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
         return self.shaped(*lengths, max_prefix=0 if self.sampled else lengths[-1] - self.spec_len)
 
+    def describe(self):
+        return {"kind": "other", "spec_len": self.spec_len, "grows": self.max_spec_len > self.spec_len}
+
     def draft_chunk(self, committed, expansion):
         draft = expansion.draft
         front = committed.length + draft.length

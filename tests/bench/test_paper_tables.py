@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from checkpoint_files import GOLDEN
 from paper_records import answer
 
 from failfast_jax.bench.answer_log import AnswerLog
@@ -10,6 +11,7 @@ from failfast_jax.bench.paper import averages, extension, reproduction
 from failfast_jax.bench.paper.averages import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS, parse_latency
 from failfast_jax.bench.plots import auroc
 
+DOCS = GOLDEN.parents[2] / "docs"
 RECORDS = [
     *(answer("vanilla", "vanilla", q, [], decode_s=6.0) for q in "ab"),
     answer("ar:spec_len=4", "ar", "a", [(4, 4, 4), (4, 3, 4)], {"spec_len": 4}),
@@ -122,6 +124,31 @@ def test_rows_of_a_sweep_stand_beside_the_presets():
     chosen = paper_run([point, *RECORDS], "x").chosen["math500"]
     assert (chosen[FAILFAST], chosen["failfast:tau=0.3"]) == ("failfast", "failfast:tau=0.3")
     assert paper_run([RECORDS[0], point], "x").chosen["math500"] == {FAILFAST: "failfast:tau=0.3"}
+
+
+def test_algorithm_1_in_a_run_without_math():
+    """The preset `smollm2-diffusion`: its row is the method, and what the text says of MATH is said of each dataset."""
+    rows = [{**r, "dataset": d} for d in ("humaneval", "gsm8k") for r in RECORDS if r["setting"] in ("vanilla", "wide")]
+    run = paper_run([{**r, "setting": "failfast"} if r["setting"] == "wide" else r for r in rows], "x")
+    assert run.chosen["gsm8k"] == {FAILFAST: "failfast"}
+    assert claimed(run)["tokens a pass, FailFast, MATH"] == ["10.00 / 10.00", "4.1"]
+
+
+def test_the_kept_records_give_the_figures_of_the_page():
+    """The column of HumanEval in `docs/reproduce-the-paper.md`, as far as the kept rows have it."""
+    run = reproduction.read_run(DOCS / "claims", "0.83:2.73")
+    rows = [line.split("|") for line in (DOCS / "reproduce-the-paper.md").read_text().splitlines()]
+    page = {row[1].strip(): row[3].strip() for row in rows if len(row) == 7}
+    figures = dict(zip(extension.COLUMNS, lines(run.extension)[0][2:]))
+    means = run.means.loc[FAILFAST, "humaneval"]
+    assert page["speedup, modelled"] == f"{means.modelled:.2f}" and page["speedup, here"] == f"{means.measured:.2f}"
+    assert page["confidence tells right from wrong: AUROC"] == figures["AUROC"]
+    assert page["rounds that are extended"] == figures["extended rounds, %"] + " %"
+    assert page["accepted a round (95 % interval)"] == "{accepted a round} ({from} to {to})".format_map(figures)
+    assert page["... in extended rounds"].split(",")[0] == figures["accepted in them"]
+    assert page["... of these a lookup of two tokens has"] == figures["of these a lookup has, %"] + " %"
+    assert page["longest accepted draft"] == f"{means.most_accepted:.0f}"
+    assert page["tokens in easy runs over 10 (Fig. 5)"] == figures["tokens in easy runs over 10, %"] + " %"
 
 
 def test_a_pass_of_eagle_has_no_price():

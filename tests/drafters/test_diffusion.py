@@ -247,6 +247,9 @@ def test_options_build_drafters():
     one_step, two_steps = build("specdiff", spec_len=6), build("specdiff", steps=2)
     assert isinstance(one_step, Wide) and one_step.shape.lengths == (6,) and not one_step.sampled
     assert build("specdiff", spec_len=6, acceptance="rejection").sampled
+    # What records tell of a growing draft: rounds above spec_len were extended.
+    assert one_step.describe() == {"kind": "other", "spec_len": 6, "grows": False}
+    assert build("failfast", spec_len=6).describe() == {"kind": "other", "spec_len": 6, "grows": True}
     assert isinstance(two_steps, Refine) and (two_steps.max_draft, two_steps.steps) == (10, 2)
     rule = build("failfast", rule="congestion").rule
     assert (rule.first, rule.least, rule.most, rule.increase) == (10, 8, 30, np.float32(1.8))

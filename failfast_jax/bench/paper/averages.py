@@ -184,10 +184,10 @@ def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
         chosen[FAST_DLLM] = same[0]
     if len(fast):
         chosen[FAST_DLLM_PLUS] = fast.index[0]
-    aligned = labels.options.map(lambda options: options.get("schedule") == "aligned" and not options.get("reuse"))
-    released = labels.index[(labels.method == "failfast") & aligned]
+    rows = labels[labels.method == "failfast"].options
+    released = rows.index[rows.map(lambda options: options.get("schedule") == "aligned" and not options.get("reuse"))]
     # The preset's own row, or the first one with the released schedule.
-    failfast = "failfast" if "failfast" in released else next(iter(released), None)
+    failfast = "failfast" if "failfast" in rows else next(iter(released), None)
     others = {FAILFAST if label == failfast else label: label for label in labels.index if label not in swept.index}
     return chosen | others
 

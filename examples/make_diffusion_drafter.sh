@@ -2,7 +2,7 @@
 # Makes a block-diffusion drafter for the default target, and an autoregressive one of the same layers; then drafts with
 # the first.
 #
-#   examples/make_diffusion_drafter.sh FOLDER [MINUTES]
+#   pip install -e ".[train]" && examples/make_diffusion_drafter.sh FOLDER [MINUTES]
 #
 # A tenth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained for
 # about six tenths. The same command again trains both further, on the same data. Compiling and measuring come on top:

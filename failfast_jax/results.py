@@ -18,7 +18,7 @@ class Round:
     accepted: int
     """Leading drafted tokens that the target agreed with, before any cut at a stop token or at the limit."""
     emitted: list[int]
-    """Ids that became text: the accepted ones and the target's next one."""
+    """Ids that became text: the accepted ones and the target's next one, up to a stop token or the limit."""
     passes: int
     """Forward passes of the drafter."""
     adopted: int | None = None

@@ -65,6 +65,19 @@ def test_a_page_holds_the_text_and_every_kind(tokenizer, result):
     assert page.count('class="chart"') == 2 and "round 1: 2 of 4 accepted, tokens 1 to 3" in page
 
 
+def test_marks_of_auto_stand_where_something_was_expected(tokenizer, result):
+    """Methods without a policy show rounds and nothing else."""
+    rounds = [dataclasses.replace(entry, expected=None, seconds=None) for entry in result.rounds]
+    for shown, is_marked in ((result, True), (dataclasses.replace(result, rounds=rounds), False)):
+        page, terminal = answer_trace.page({"x": shown}, tokenizer), answer_trace.to_terminal(shown.rounds, tokenizer)
+        marks = (
+            "tokens expected (dot), a model asked (tick)" in page,
+            'class="asked"' in page,
+            'class="hoped"' in page,
+        )
+        assert marks == (is_marked,) * 3 and ("expected" in terminal) == is_marked
+
+
 def test_traces_by_name(tmp_path, tokenizer, result, capsys):
     for name, begins in (("a.html", "<!doctype"), ("a.svg", "<svg"), ("a.jsonl", '{"round": 1')):
         answer_trace.write_trace(result, tmp_path / name, tokenizer)

@@ -185,8 +185,8 @@ def test_what_confidence_and_repetition_say_of_drafts_that_grow():
     frame = AnswerLog.of([answer("vanilla", "vanilla", "q", []), grown, fixed]).frame()
     # Right .9 .8, wrong .3 .4. Of two drafts one is extended: 3 tokens, of which the target takes 2, as a lookup would.
     same = ["1", "2.0", "1.00", "1.00", "1.00", "1.000"]
-    expected = [["math500", "failfast", *same, "50.0", "3.0", "2.00", "100", "0"]]
-    expected += [["math500", "fixed", *same, "0.0", "-", "-", "-", "0"]]
+    expected = [["math500", "failfast", *same, "50.0", "3.0", "2.00", "1.00", "0.00", "100", "0"]]
+    expected += [["math500", "fixed", *same, "0.0", "-", "-", "-", "-", "-", "0"]]
     assert lines(extension.extension_table(frame)) == expected
     rounds = pd.DataFrame({"question": [*"aaab"], "accepted": [1, 2, 3, 10]})
     assert extension.interval(rounds) == (2.0, 10.0)  # both of one question in more than 2.5 % of the draws

@@ -185,9 +185,9 @@ def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
     if len(fast):
         chosen[FAST_DLLM_PLUS] = fast.index[0]
     rows = labels[labels.method == "failfast"].options
-    released = rows.index[rows.map(lambda options: options.get("schedule") == "aligned" and not options.get("reuse"))]
+    released = (name for name, o in rows.items() if o.get("schedule") == "aligned" and not o.get("reuse"))
     # The preset's own row, or the first one with the released schedule.
-    failfast = "failfast" if "failfast" in rows else next(iter(released), None)
+    failfast = "failfast" if "failfast" in rows else next(released, None)
     others = {FAILFAST if label == failfast else label: label for label in labels.index if label not in swept.index}
     return chosen | others
 

@@ -23,6 +23,8 @@ COLUMNS = {
     "extended rounds, %": "{:.1f}",
     "drafted in them": "{:.1f}",
     "accepted in them": "{:.2f}",
+    "of their first chunk": "{:.2f}",
+    "of others' first chunk": "{:.2f}",
     "of these a lookup has, %": "{:.0f}",
     "tokens in easy runs over 10, %": "{:.0f}",
 }
@@ -46,20 +48,21 @@ def looked_up(text: Sequence[int], begin: int, count: int) -> Sequence[int]:
 
 
 def rounds_of_answer(record: Record) -> Iterator[Record]:
-    """Yields for each draft of an answer its question, its tokens, those accepted, whether it was extended, and if so
-    how many of the accepted ones a lookup of two tokens would have had."""
+    """Yields for each draft of an answer its question, its tokens, those accepted, in all and of the first chunk,
+    whether it was extended, and if so how many of the accepted ones a lookup of two tokens would have had."""
     text, begin = record["prompt_ids"] + record["output_ids"], record["prompt_tokens"]
+    grows, chunk = record["drafter"].get("grows", False), record["drafter"].get("spec_len", 0)
     for entry in record["detail"]:
         accepted = min(entry["accepted"], entry["emitted"])
-        is_extended = record["drafter"].get("grows", False) and entry["drafted"] > record["drafter"]["spec_len"]
+        is_extended = grows and entry["drafted"] > chunk
         if entry["drafted"]:
             had = 0
             for token, guess in zip(text[begin : begin + accepted], looked_up(text, begin, accepted)):
                 if not is_extended or token != guess:
                     break
                 had += 1
-            figures = {"drafted": entry["drafted"], "accepted": accepted, "extended": is_extended, "had": had}
-            yield {"question": record["question"], **figures}
+            figures = {"drafted": entry["drafted"], "accepted": accepted, "first": min(accepted, chunk)}
+            yield {"question": record["question"], **figures, "extended": is_extended, "had": had}
         begin += entry["emitted"]
 
 
@@ -106,7 +109,7 @@ def extension_table(answers: pd.DataFrame) -> str:
             ],
             columns=["confidence", "right"],
         )
-        grown = rounds[rounds.extended]
+        grown, others = rounds[rounds.extended], rounds[~rounds.extended]
         figures = [
             len(records),
             rounds.drafted.mean(),
@@ -116,6 +119,8 @@ def extension_table(answers: pd.DataFrame) -> str:
             100 * rounds.extended.mean(),
             grown.drafted.mean(),
             grown.accepted.mean(),
+            grown["first"].mean(),
+            others["first"].mean() if len(grown) else float("nan"),
             100 * grown.had.sum() / grown.accepted.sum() if grown.accepted.sum() else float("nan"),
             100 * easy_share(records, [10])[0],
         ]

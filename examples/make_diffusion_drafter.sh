@@ -5,14 +5,15 @@
 #   pip install -e ".[train]" && examples/make_diffusion_drafter.sh FOLDER [MINUTES]
 #
 # A tenth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained for
-# about six tenths. The same command again trains both further, on the same data. Compiling and measuring come on top:
-# some six minutes on two CPU cores.
+# about six tenths: what the first one learnt as an autoregressive drafter counts for both. The same command again trains
+# both further, on the same data. Compiling and measuring come on top: some six minutes on two CPU cores.
 set -euo pipefail
 out=${1:?usage: make_diffusion_drafter.sh FOLDER [MINUTES]}
 minutes=${2:-10}
 
 # A command that ends for its time ends with status 3.
-within() { "${@:2}" --minutes "$(awk "BEGIN {print $1 * $minutes}")" || [ $? -eq 3 ]; }
+within() { "${@:2}" --minutes "$(times "$1")" || [ $? -eq 3 ]; }
+times() { awk "BEGIN {print $1 * $minutes}"; }
 
 # 1. The target writes prompts of all kinds, then prompts that ask for code, and answers them.
 selfgen() {
@@ -39,7 +40,7 @@ autoregressive
 blocks=(--block-size 16 --batch 4 --corruption draft --drawn-blocks 24 --position-decay 6)
 within 0.25 train --out "$out/run" --start "$out/ar/drafter" "${blocks[@]}" --learning-rate 1e-3 "${endless[@]}"
 rm -rf "$out/final"
-train --out "$out/final" --start "$out/run/drafter" "${blocks[@]}" --learning-rate 8e-4 --steps $((2 * minutes))
+train --out "$out/final" --start "$out/run/drafter" "${blocks[@]}" --learning-rate 8e-4 --steps "$(printf %.0f "$(times 2)")"
 
 # 4. The autoregressive drafter goes on, so that both have had the same time.
 autoregressive

@@ -83,7 +83,7 @@ def to_terminal(rounds: Sequence[Round], tokenizer: Any = None, colours: bool = 
     texts = _texts(rounds, [token for entry in rounds for token in entry.emitted], tokenizer)
     legend = "  ".join(marked([(kind, name, None)]) for kind, name in KINDS.items())
     answer = marked(part for row in texts for part in row if part[0] != REJECTED)
-    lines = [f"Rounds with a draft: accepted/drafted{', tokens expected' if _priced(rounds) else ''}:"]
+    lines = [f"Rounds with a draft: accepted/drafted{', tokens expected' if _has_forecast(rounds) else ''}:"]
     for number, (entry, row) in enumerate(zip(rounds, texts), 1):
         if entry.drafted:
             expected = "" if entry.expected is None else f"{entry.expected:4.1f} "
@@ -97,13 +97,13 @@ def _tallest(rounds: Sequence[Round]) -> int:
     return max((max(len(entry.drafted) + 1, len(entry.emitted)) for entry in rounds), default=1)
 
 
-def _priced(rounds: Sequence[Round]) -> bool:
-    """True if costs chose the drafts, as with `auto`: something was expected of them."""
+def _has_forecast(rounds: Sequence[Round]) -> bool:
+    """True if any round has expected tokens, as with `auto`."""
     return any(entry.expected is not None for entry in rounds)
 
 
 def strip(rounds: Sequence[Round]) -> str:
-    """An SVG of the rounds from left to right: verified rows, accepted and own tokens; of `auto` what it chose by."""
+    """An SVG of the rounds from left to right: verified rows, accepted and own tokens; with `auto` those expected."""
     return str(_template("rounds_svg.html").module.strip(rounds, _tallest(rounds)))
 
 
@@ -117,7 +117,7 @@ def page(results: Mapping[str, Result], tokenizer: Any = None) -> str:
             "fate": acceptance_summary(result.stats.rounds, result.stats.drafted, result.stats.accepted),
             "longest": max((len(entry.drafted) for entry in result.rounds), default=0),
             "tallest": _tallest(result.rounds),
-            "priced": _priced(result.rounds),
+            "has_forecast": _has_forecast(result.rounds),
             "texts": _texts(result.rounds, result.output_ids, tokenizer),
         }
         for label, result in results.items()

@@ -56,7 +56,8 @@ class Drafter:
     """Maximum number of tokens of a draft; of a tree its nodes."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a benchmark needs to count a round's passes as the released code does."""
+        """Returns what a benchmark's records say of the drafter: how to count a round's passes as the released code
+        does (`kind` and its keys), and where drafts can be extended, `grows` and the tokens of a chunk, `spec_len`."""
         return {"kind": "other"}
 
     def planned(self, widths: tuple[int, ...]) -> Drafter:

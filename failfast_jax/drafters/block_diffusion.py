@@ -151,7 +151,7 @@ class Wide(ChunkedDrafter, BlockDrafter):
         return self.shaped(*lengths, max_prefix=0 if self.sampled else lengths[-1] - self.spec_len)
 
     def describe(self):
-        return {"kind": "other", "spec_len": self.spec_len, "grows": self.max_spec_len > self.spec_len}
+        return {"kind": "other", "spec_len": self.spec_len, "grows": len(self.shape.lengths) > 1}
 
     def draft_chunk(self, committed, expansion):
         draft = expansion.draft

@@ -110,9 +110,9 @@ def test_claims_follow_from_appendix_b():
         "speculation latency, Fast-dLLM below AR": "22.2 %",
         "... FailFast below Fast-dLLM": "41.0 %",
         "verification latency, FailFast below AR": "17.4 %",
-        "tokens a pass, FailFast, MATH": "4.06 / 4.03",
-        "rounds fewer than with the AR drafter, MATH": "16.0 % / 23.2 %",
-        "longest accepted draft, MATH": "70.00 / 60.00",
+        "tokens a pass, FailFast": "4.06 / 4.03",
+        "rounds fewer than with the AR drafter": "16.0 % / 23.2 %",
+        "longest accepted draft": "70.00 / 60.00",
     }
     assert {text: claims_of_paper[text][0] for text in expected} == expected
     assert averages.published_of("SmolLM2-135M").empty
@@ -127,11 +127,15 @@ def test_rows_of_a_sweep_stand_beside_the_presets():
 
 
 def test_algorithm_1_in_a_run_without_math():
-    """The preset `smollm2-diffusion`: its row is the method, and what the text says of MATH is said of each dataset."""
-    rows = [{**r, "dataset": d} for d in ("humaneval", "gsm8k") for r in RECORDS if r["setting"] in ("vanilla", "wide")]
-    run = paper_run([{**r, "setting": "failfast"} if r["setting"] == "wide" else r for r in rows], "x")
-    assert run.chosen["gsm8k"] == {FAILFAST: "failfast"}
-    assert claimed(run)["tokens a pass, FailFast, MATH"] == ["10.00 / 10.00", "4.1"]
+    """The preset `smollm2-diffusion`: its row is the method; where MATH is missing claims are about every dataset."""
+    own = answer("failfast", "failfast", "a", [(12, 6, 2)], {"schedule": "wide"})
+    other = answer("failfast", "failfast", "a", [(8, 2, 4)], {"schedule": "wide"})
+    questions = [{**record, "dataset": name} for name, record in (("humaneval", own), ("mtbench", other))]
+    run = paper_run([*(RECORDS[0] | {"dataset": name} for name in ("humaneval", "mtbench")), *questions], "x")
+    assert run.chosen["humaneval"] == run.chosen["mtbench"] == {FAILFAST: "failfast"}
+    claims = claimed(run, paper_run())
+    assert claims["tokens a pass, FailFast"] == ["HumanEval 6.00 / mtbench 2.00 / 5.56", "4.1 (MATH)"]
+    assert claims["longest accepted draft"] == ["HumanEval 6.00 / mtbench 2.00 / 10.00", "70 (MATH)"]
 
 
 def test_the_kept_records_give_the_figures_of_the_page():
@@ -139,13 +143,13 @@ def test_the_kept_records_give_the_figures_of_the_page():
     run = reproduction.read_run(DOCS / "claims", "0.83:2.73")
     rows = [line.split("|") for line in (DOCS / "reproduce-the-paper.md").read_text().splitlines()]
     page = {row[1].strip(): row[3].strip() for row in rows if len(row) == 7}
-    figures = dict(zip(extension.COLUMNS, lines(run.extension)[0][2:]))
+    figures = next(dict(zip(extension.COLUMNS, row[2:])) for row in lines(run.extension) if row[1] == "failfast")
     means = run.means.loc[FAILFAST, "humaneval"]
     assert page["speedup, modelled"] == f"{means.modelled:.2f}"
     assert page["speedup, here: FailFast, Fast-dLLM, autoregressive"].split(",")[0] == f"{means.measured:.2f}"
     assert page["confidence ranks right tokens first: AUROC"] == figures["AUROC"]
     assert page["rounds that are extended"] == figures["extended rounds, %"] + " %"
-    first = "{of their first chunk}, {of others' first chunk}".format_map(figures)
+    first = "{accepted in their first chunk}, {accepted in others' first chunk}".format_map(figures)
     assert page["right in their first chunk of 3, and in other rounds'"] == first
     assert page["accepted in extended rounds"] == figures["accepted in them"]
     assert page["... and in all (95 % interval)"] == "{accepted a round} ({from} to {to})".format_map(figures)
@@ -180,16 +184,22 @@ def test_what_confidence_and_repetition_say_of_drafts_that_grow():
     assert np.isnan(auroc(confidence, right | True))
     assert extension.looked_up([1, 2, 3, 4, 1, 2], 6, 3) == [3, 4, 1]
     assert extension.looked_up([1, 2, 3, 4, 5], 5, 3) == []
-    rounds = [([0.9, 0.8, 0.3], 2, 1), ([0.4], 0, 1), ([], 0, 1)]
+    rounds = [([0.9, 0.8, 0.3], 2, 1), ([0.4], 0, 1), ([0.7], 1, 1), ([], 0, 1)]
     drafter = {"kind": "other", "grows": True, "spec_len": 1}
-    texts = {"prompt_ids": [1, 2, 3, 4, 1, 2], "prompt_tokens": 6, "output_ids": [3, 4, 9, 8, 7]}
+    texts = {"prompt_ids": [1, 2, 3, 4, 1, 2], "prompt_tokens": 6, "output_ids": [3, 4, 9, 8, 7, 6, 5]}
     grown = answer("failfast", "failfast", "q", rounds, drafter=drafter, **texts)
     fixed = answer("fixed", "failfast", "q", rounds, drafter=drafter | {"grows": False}, **texts)
     frame = AnswerLog.of([answer("vanilla", "vanilla", "q", []), grown, fixed]).frame()
-    # Right .9 .8, wrong .3 .4. Of two drafts one is extended: 3 tokens, of which the target takes 2, as a lookup would.
-    same = ["1", "2.0", "1.00", "1.00", "1.00", "1.000"]
-    expected = [["math500", "failfast", *same, "50.0", "3.0", "2.00", "1.00", "0.00", "100", "0"]]
+    # Right .9 .8 .7, wrong .3 .4. Of three drafts one is extended: 3 tokens, of which the target takes 2, as a lookup
+    # would. Of the other two one has its only token right.
+    same = ["1", "1.7", "1.00", "1.00", "1.00", "1.000"]
+    expected = [["math500", "failfast", *same, "33.3", "3.0", "2.00", "100", "1.00", "0.50", "0"]]
     expected += [["math500", "fixed", *same, "0.0", "-", "-", "-", "-", "-", "0"]]
     assert lines(extension.extension_table(frame)) == expected
+    # A chunk of 2 that reuse made longer: the second draft's last token is one that the first round rejected.
+    reused = answer("r", "failfast", "q", [(4, 0, 2), (3, 0, 1)], {"reuse": True}, drafter=drafter | {"spec_len": 2})
+    for entry, ids in zip(reused["detail"], ([1, 2, 3, 4], [2, 3, 4])):
+        entry["ids"] = ids
+    assert [line["extended"] for line in extension.rounds_of_answer(reused)] == [True, False]
     rounds = pd.DataFrame({"question": [*"aaab"], "accepted": [1, 2, 3, 10]})
     assert extension.interval(rounds) == (2.0, 10.0)  # both of one question in more than 2.5 % of the draws

@@ -250,6 +250,7 @@ def test_options_build_drafters():
     # What records tell of a growing draft: rounds above spec_len were extended.
     assert one_step.describe() == {"kind": "other", "spec_len": 6, "grows": False}
     assert build("failfast", spec_len=6).describe() == {"kind": "other", "spec_len": 6, "grows": True}
+    assert not build("failfast", spec_len=8, max_spec_len=12).describe()["grows"]  # one chunk fits
     assert isinstance(two_steps, Refine) and (two_steps.max_draft, two_steps.steps) == (10, 2)
     rule = build("failfast", rule="congestion").rule
     assert (rule.first, rule.least, rule.most, rule.increase) == (10, 8, 30, np.float32(1.8))

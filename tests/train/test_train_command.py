@@ -7,12 +7,13 @@ import importlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import random_extended
 from training_runs import write_data
 
@@ -107,15 +108,15 @@ def test_a_standalone_drafter_borrows_from_its_target(block, method, data, tmp_p
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
 
 
-@pytest.mark.parametrize("name, calls", [("make_default_drafter", 4), ("make_diffusion_drafter", 7)])
-def test_the_commands_of_a_script_parse(name, calls, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, more, calls", [("make_default_drafter", [], 4), ("make_diffusion_drafter", ["2.6"], 7)])
+def test_the_commands_of_a_script_parse(name, more, calls, tmp_path, monkeypatch):
     """Each command, with real parsers: a misspelt option would only show after hours."""
     note = '#!/bin/sh\n(printf "%s\\t" "$@"; echo) >> "$(dirname "$0")/calls"\n'
     (tmp_path / "python").write_text(note)
     (tmp_path / "python").chmod(0o755)
     script = GOLDEN.parents[2] / "examples" / f"{name}.sh"
     path = f"{tmp_path}:{os.environ['PATH']}"
-    subprocess.run(["bash", script, tmp_path], env=os.environ | {"PATH": path}, check=True)
+    subprocess.run(["bash", script, tmp_path, *more], env=os.environ | {"PATH": path}, check=True)
     monkeypatch.setattr(command_line, "run", lambda *_, **__: 0)  # reached once all words are parsed
     made = [line.split("\t")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
     assert made[0][1:3] == ["failfast_jax.train", "selfgen"] and len(made) == calls
@@ -125,6 +126,23 @@ def test_the_commands_of_a_script_parse(name, calls, tmp_path, monkeypatch):
         package = importlib.import_module(words[1])
         module = importlib.import_module(f"{words[1]}.__main__") if hasattr(package, "__path__") else package
         assert module.main(words[2:]) == 0
+
+
+def test_the_example_that_exchanges_layers(tmp_path):
+    def exchange(layers):
+        drafter, copy = tmp_path / f"drafter{layers}", tmp_path / f"copy{layers}"
+        drafter.mkdir()
+        tensors = {f"model.layers.{n}.mlp.weight": np.full(2, n, np.float32) for n in range(layers)}
+        save_file(tensors, drafter / "model.safetensors")
+        script = GOLDEN.parents[2] / "examples" / "exchange_layers.py"
+        return subprocess.run([sys.executable, script, drafter, copy], capture_output=True, text=True), copy
+
+    done, copy = exchange(26)
+    assert done.returncode == 0, done.stderr
+    order = [load_file(copy / "model.safetensors")[f"model.layers.{n}.mlp.weight"][0] for n in range(26)]
+    assert order == [0, 1, 5, 3, 4, 2, *range(6, 26)]
+    done, copy = exchange(4)
+    assert done.returncode == 1 and "has no layer 5 to exchange" in done.stderr and not copy.exists()
 
 
 def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, capsys):

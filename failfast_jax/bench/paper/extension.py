@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
+from failfast_jax.bench.paper.released_passes import fresh_lengths
 from failfast_jax.bench.plots import auroc
 from failfast_jax.util.records import Record
 
@@ -23,9 +24,9 @@ COLUMNS = {
     "extended rounds, %": "{:.1f}",
     "drafted in them": "{:.1f}",
     "accepted in them": "{:.2f}",
-    "of their first chunk": "{:.2f}",
-    "of others' first chunk": "{:.2f}",
     "of these a lookup has, %": "{:.0f}",
+    "accepted in their first chunk": "{:.2f}",
+    "accepted in others' first chunk": "{:.2f}",
     "tokens in easy runs over 10, %": "{:.0f}",
 }
 
@@ -48,20 +49,27 @@ def looked_up(text: Sequence[int], begin: int, count: int) -> Sequence[int]:
 
 
 def rounds_of_answer(record: Record) -> Iterator[Record]:
-    """Yields for each draft of an answer its question, its tokens, those accepted, in all and of the first chunk,
-    whether it was extended, and if so how many of the accepted ones a lookup of two tokens would have had."""
+    """Yields a record of each draft of an answer.
+
+    question: its name.
+    drafted: tokens.
+    accepted: of them, and emitted.
+    in_first_chunk: the accepted ones of the first chunk.
+    extended: whether the drafter itself made more than a chunk.
+    had: accepted tokens of an extended draft that a lookup of two tokens would have had.
+    """
     text, begin = record["prompt_ids"] + record["output_ids"], record["prompt_tokens"]
     grows, chunk = record["drafter"].get("grows", False), record["drafter"].get("spec_len", 0)
-    for entry in record["detail"]:
+    for entry, fresh in zip(record["detail"], fresh_lengths(record)):
         accepted = min(entry["accepted"], entry["emitted"])
-        is_extended = grows and entry["drafted"] > chunk
+        is_extended = grows and fresh > chunk
         if entry["drafted"]:
             had = 0
             for token, guess in zip(text[begin : begin + accepted], looked_up(text, begin, accepted)):
                 if not is_extended or token != guess:
                     break
                 had += 1
-            figures = {"drafted": entry["drafted"], "accepted": accepted, "first": min(accepted, chunk)}
+            figures = {"drafted": entry["drafted"], "accepted": accepted, "in_first_chunk": min(accepted, chunk)}
             yield {"question": record["question"], **figures, "extended": is_extended, "had": had}
         begin += entry["emitted"]
 
@@ -89,7 +97,8 @@ def extension_table(answers: pd.DataFrame) -> str:
     """Markdown with a line for each dataset and row that drafts; sums over all rounds with a draft.
 
     `from` and `to` are the `interval` of the accepted tokens. AUROC is over drafted tokens up to and including the
-    first rejected one: the others were never judged.
+    first rejected one: the others were never judged. Where a first chunk has many accepted tokens, the confidence that
+    extended the draft knew an easy place.
 
     Args:
       answers: see `AnswerLog.frame`.
@@ -119,9 +128,9 @@ def extension_table(answers: pd.DataFrame) -> str:
             100 * rounds.extended.mean(),
             grown.drafted.mean(),
             grown.accepted.mean(),
-            grown["first"].mean(),
-            others["first"].mean() if len(grown) else float("nan"),
             100 * grown.had.sum() / grown.accepted.sum() if grown.accepted.sum() else float("nan"),
+            grown.in_first_chunk.mean(),
+            others.in_first_chunk.mean() if len(grown) else float("nan"),
             100 * easy_share(records, [10])[0],
         ]
         shown = ("-" if pd.isna(value) else form.format(value) for form, value in zip(COLUMNS.values(), figures))

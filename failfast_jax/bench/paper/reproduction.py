@@ -33,7 +33,8 @@ NOTES = (
     "average, pooled figures divide sums."
 )
 
-STRIP = ("math500", (0, 4, 15, 18, 21))
+MATH = "math500"
+STRIP = (MATH, (0, 4, 15, 18, 21))
 """Dataset and places of the paper's five questions."""
 
 
@@ -85,20 +86,25 @@ Claim = tuple[str, str, str, pd.Series]
 """A claim of the text, the paper's figure, and ours: one of `FORMS`, and its values; NaN where a row is missing."""
 
 
+def each(values: pd.Series, form: str) -> str:
+    """Returns the values in their order, with the names of datasets other than MATH."""
+    names = values.index.get_level_values("dataset") if "dataset" in values.index.names else [MATH] * len(values)
+    known = ("" if name == MATH else f"{averages.DATASET_NAMES.get(name, name)} " for name in names)
+    return " / ".join(name + form.format(value) for name, value in zip(known, values))
+
+
 FORMS: dict[str, Callable[[pd.Series], str]] = {
     "span": lambda values: f"{values.min():.2f} to {values.max():.2f}",
-    "each": lambda values: " / ".join(f"{value:.2f}" for value in values),
-    "percents": lambda values: " / ".join(f"{100 * value:.1f} %" for value in values),
+    "each": lambda values: each(values, "{:.2f}"),
+    "percents": lambda values: each(100 * values, "{:.1f} %"),
 }
 
 
 def claims_of(means: pd.DataFrame) -> list[Claim]:
     """Returns all claims from the means by target, row and dataset."""
 
-    def column(row: str, name: str, dataset: str | None = None) -> pd.Series:
-        places = means.index.get_level_values("dataset")
-        chosen = (means.index.get_level_values("row") == row) & ((places == dataset) | (dataset is None))
-        return means[name][chosen].droplevel("row")
+    def column(row: str, name: str) -> pd.Series:
+        return means[name][means.index.get_level_values("row") == row].droplevel("row")
 
     def speedup(row: str, other: str, name: str = "modelled") -> pd.Series:
         return column(row, name) / column(other, name)
@@ -113,9 +119,10 @@ def claims_of(means: pd.DataFrame) -> list[Claim]:
         return pd.Series([(1 - sums["row"] / sums["other"]).mean()])
 
     def on_math(row: str, name: str) -> pd.Series:
-        """MATH's figure, which the paper gives; without it, those of all datasets."""
-        values = column(row, name, "math500")
-        return values if len(values) else column(row, name)
+        """Each target's figure of MATH, which the paper gives; those of all its datasets where MATH is missing."""
+        values = column(row, name)
+        is_math = pd.Series(values.index.get_level_values("dataset") == MATH, values.index)
+        return values[is_math | ~is_math.groupby("target").transform("any")]
 
     modelled, eagle = column(FAILFAST, "modelled"), speedup(FAILFAST, "eagle3", "measured")
     largest = modelled[modelled.index.get_level_values("target").str.lower().str.contains("32b")]
@@ -133,12 +140,12 @@ def claims_of(means: pd.DataFrame) -> list[Claim]:
         ("... FailFast below Fast-dLLM", "41.1 %", "percents", saving(FAILFAST, FAST_DLLM, "draft_ms")),
         ("verification latency, FailFast below AR", "17.1 %", "percents", saving(FAILFAST, AR, "verify_ms")),
         ("... Fast-dLLM below AR", "near 0", "percents", saving(FAST_DLLM, AR, "verify_ms")),
-        ("tokens a pass, FailFast, MATH", "4.1", "each", on_math(FAILFAST, "speculated") / passes),
-        ("... accepted of them", "1.7", "each", on_math(FAILFAST, "accepted") / passes),
-        ("... accepted, AR drafter", "0.6", "each", on_math(AR, "accepted") / on_math(AR, "passes")),
-        ("speculated tokens a round, MATH", "14.6", "each", on_math(FAILFAST, "speculated")),
-        ("rounds fewer than with the AR drafter, MATH", "16.0 %", "percents", 1 - rounds / on_math(AR, "rounds")),
-        ("longest accepted draft, MATH", "70", "each", on_math(FAILFAST, "most_accepted")),
+        ("tokens a pass, FailFast", "4.1 (MATH)", "each", on_math(FAILFAST, "speculated") / passes),
+        ("... accepted of them", "1.7 (MATH)", "each", on_math(FAILFAST, "accepted") / passes),
+        ("... accepted, AR drafter", "0.6 (MATH)", "each", on_math(AR, "accepted") / on_math(AR, "passes")),
+        ("speculated tokens a round", "14.6 (MATH)", "each", on_math(FAILFAST, "speculated")),
+        ("rounds fewer than with the AR drafter", "16.0 % (MATH)", "percents", 1 - rounds / on_math(AR, "rounds")),
+        ("longest accepted draft", "70 (MATH)", "each", on_math(FAILFAST, "most_accepted")),
         ("reuse over FailFast", "2 %", "percents", by_target(speedup("reuse", FAILFAST)) - 1),
     ]
 

@@ -186,10 +186,12 @@ def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
         chosen[FAST_DLLM] = same[0]
     if len(fast):
         chosen[FAST_DLLM_PLUS] = fast.index[0]
-    own = labels[labels.method == "failfast"].options
-    released = own[own.map(lambda options: options.get("schedule") == "aligned" and not options.get("reuse"))]
-    # The preset's own row, or the first one with the released schedule and without reuse, which is another row.
-    failfast = "failfast" if "failfast" in own else next(iter(released.index), None)
+    candidates = labels[labels.method == "failfast"].options
+    released = candidates[
+        candidates.map(lambda options: options.get("schedule") == "aligned" and not options.get("reuse"))
+    ]
+    # The preset's row `failfast`, or the first one with the released schedule and without reuse.
+    failfast = "failfast" if "failfast" in candidates else next(iter(released.index), None)
     others = {FAILFAST if label == failfast else label: label for label in labels.index if label not in swept.index}
     return chosen | others
 

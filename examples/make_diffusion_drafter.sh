@@ -5,8 +5,8 @@
 #   pip install -e ".[train]" && examples/make_diffusion_drafter.sh FOLDER [MINUTES]
 #
 # A tenth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained for
-# 0.55 of them: the first one begins as an autoregressive drafter. The same command again trains both further, on the same
-# data. Compiling and measuring come on top: some six minutes on two CPU cores.
+# 0.55 of them: the first one begins as an autoregressive drafter. The same command again trains both further, on the
+# same data. Compiling and measuring come on top: some six minutes on two CPU cores.
 set -euo pipefail
 out=${1:?usage: make_diffusion_drafter.sh FOLDER [MINUTES]}
 minutes=${2:-10}
@@ -40,7 +40,8 @@ autoregressive 0.17
 blocks=(--block-size 16 --batch 4 --corruption draft --drawn-blocks 24 --position-decay 6)
 within 0.3 train --out "$out/run" --start "$out/ar/drafter" "${blocks[@]}" --learning-rate 1e-3 "${endless[@]}"
 rm -rf "$out/final"
-train --out "$out/final" --start "$out/run/drafter" "${blocks[@]}" --learning-rate 8e-4 --steps "$(printf %.0f "$(times 2)")"
+train --out "$out/final" --start "$out/run/drafter" "${blocks[@]}" --learning-rate 8e-4 \
+  --steps "$(printf %.0f "$(times 2)")"
 
 # 4. The autoregressive drafter goes on, so that both have had the same time.
 autoregressive 0.38

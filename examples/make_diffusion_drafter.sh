@@ -4,7 +4,7 @@
 #
 #   pip install -e ".[train]" && examples/make_diffusion_drafter.sh FOLDER [MINUTES]
 #
-# A tenth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained for
+# An eighth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained for
 # 0.55 of them: the first one begins as an autoregressive drafter. The same command again trains both further, on the
 # same data. Compiling and measuring come on top: some six minutes on two CPU cores.
 set -euo pipefail
@@ -15,19 +15,21 @@ minutes=${2:-10}
 within() { "${@:2}" --minutes "$(times "$1")" || [ $? -eq 3 ]; }
 times() { awk "BEGIN {print $1 * $minutes}"; }
 
-# 1. The target writes prompts of all kinds, then prompts that ask for code, and answers them.
+# 1. The target writes prompts of all kinds, then prompts that ask for code, then word problems, and answers them.
 selfgen() {
-  within 0.05 python -m failfast_jax.train selfgen --documents 4096 --batch-size 32 --shard-size 32 "$@"
+  within 0.04 python -m failfast_jax.train selfgen --documents 4096 --batch-size 32 --shard-size 32 "$@"
 }
 [ -d "$out/ar" ] || {
   selfgen --out "$out/general"
-  selfgen --out "$out/code" --seed 7 --openings "$(dirname "$0")/../failfast_jax/assets/code_openings.txt"
+  openings="$(dirname "$0")/../failfast_jax/assets"
+  selfgen --out "$out/code" --seed 7 --openings "$openings/code_openings.txt"
+  selfgen --out "$out/problems" --seed 21 --openings "$openings/word_problem_openings.txt"
 }
 
 # 2. Eight of its thirty layers, evenly spread but for the first and last ones, learn to go without the others.
 train() {
-  python -m failfast_jax.train --family standalone --data "$out/general" "$out/code" --skip-short --held-out 16 \
-    --warmup 20 "$@"
+  python -m failfast_jax.train --family standalone --data "$out/general" "$out/code" "$out/problems" --skip-short \
+    --held-out 16 --warmup 20 "$@"
 }
 endless=(--steps 20000 --schedule constant)
 autoregressive() {

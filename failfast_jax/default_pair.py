@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.checkpoints.hub import default_target_path, find_models
-from failfast_jax.checkpoints.model_folder import ModelFolder
+from failfast_jax.checkpoints.hub import default_target_path, embedded, find_models
 from failfast_jax.drafters import DEFAULT_METHOD, check_method
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.load_options import LoadOptions
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, FEATURE_BLOCK
-from failfast_jax.models.transformer import as_untrained_drafter
 from failfast_jax.options import flag_of
 
-logger = logging.getLogger("failfast_jax")
-
-ASSETS = Path(__file__).parent / "assets"
+DEFAULT_DRAFTER, DIFFUSION_DRAFTER = "smollm2-135m-instruct", "smollm2-diffusion"
+"""Embedded drafters of the default target: two layers that read its features, and eight that are block diffusion."""
 
 
 def embedded_drafter() -> Path | None:
-    """Folder of the drafter in `assets/` for the default target, if it ships."""
-    return next((path.parent for path in sorted(ASSETS.glob("*/config.json"))), None)
+    """Folder of the drafter of the default pair, if it ships."""
+    return embedded(DEFAULT_DRAFTER)
 
 
 def found_models(
@@ -32,8 +28,8 @@ def found_models(
     """Chooses the drafter that a method needs, and finds both models, downloading them where needed, before the first
     one is read.
 
-    The embedded drafter drafts up to 7 tokens. `fast-dllm`, `specdiff` and the schedule `aligned` need whole blocks and
-    a cache of their own: with them the default target itself drafts, untrained.
+    The default drafter drafts up to 7 tokens. `fast-dllm`, `specdiff` and the schedule `aligned` need whole blocks and
+    a cache of their own: with them `DIFFUSION_DRAFTER` drafts.
 
     Args:
       target: a model or its source; None: the default target.
@@ -50,7 +46,6 @@ def found_models(
     """
     method = options.method or DEFAULT_METHOD
     taker = check_method(method)
-    is_untrained = False
     if not taker.kinds or (drafter is None and not has_default_target and not taker.needs_model):
         for name in ("quantize_drafter", "rope_theta_drafter"):
             if (value := getattr(options, name)) is not None:
@@ -62,16 +57,11 @@ def found_models(
             needed = f"needs --drafter, a model of kind {' or '.join(taker.kinds)}"
             place = f" for {target}" if isinstance(target, (str, os.PathLike)) else ""
             raise OptionError(f"--method {method}: {needed}{place}")
-        drafter = embedded_drafter() if FEATURE_BLOCK in taker.kinds else None
-        is_untrained = drafter is None or (method == "failfast" and options.schedule == "aligned")
+        is_aligned = method == "failfast" and options.schedule == "aligned"
+        name = DEFAULT_DRAFTER if FEATURE_BLOCK in taker.kinds and not is_aligned else DIFFUSION_DRAFTER
+        if (drafter := embedded(name)) is None:
+            raise CheckpointError(f"the drafter {name} is not in this installation: install the package again")
     sources = {"--target": target, "--drafter": drafter}
     find_models({flag: source for flag, source in sources.items() if isinstance(source, (str, os.PathLike))})
     target = default_target_path() if target is None else target
-    if not is_untrained:
-        return target, drafter, options
-    logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
-    tokenizer = options.tokenizer
-    if isinstance(target, os.PathLike):
-        target, tokenizer = ModelFolder(target).load(options.dtype)
-    options = options.changed(tokenizer=tokenizer, drafter_tokenizer=tokenizer)
-    return target, as_untrained_drafter(target), options
+    return target, drafter, options

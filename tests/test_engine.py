@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
 from tiny_engines import ROWS, BytePieces, diffusion_engine, engine, extended_engine, lossless, new_engine
-from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, as_untrained_drafter, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig, LoadOptions
 from failfast_jax.decoding.exact_widths import interchangeable_widths
 from failfast_jax.decoding.width_plan import Widths
 from failfast_jax.errors import ConfigError, DeviceMemoryError, NonFiniteError, OptionError, PromptError
-from failfast_jax.models.transformer import Decoder, as_untrained_drafter
+from failfast_jax.models.transformer import Decoder
 from failfast_jax.prompts import encode, separate
 from failfast_jax.runtime.model_runtime import DraftSession
 from failfast_jax.util.compilation import Executables

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import logging
 import re
 import sys
 
@@ -13,20 +12,20 @@ import pytest
 from checkpoint_files import FIXTURES
 from flax import nnx
 from tiny_engines import lossless
+from tiny_models import as_untrained_drafter
 
 from failfast_jax import FailFast
 from failfast_jax.bench.comparison import first_difference
-from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.hub import default_target_path, embedded
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.decoding.width_plan import DEFAULT_WIDTHS, Widths
-from failfast_jax.default_pair import embedded_drafter
+from failfast_jax.default_pair import DIFFUSION_DRAFTER, embedded_drafter
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
 from failfast_jax.kernels import cpu_blocks
 from failfast_jax.kernels.blocks import TiledMatrix
 from failfast_jax.models.layers import Linear
 from failfast_jax.models.quantization import parameter_bytes
-from failfast_jax.models.transformer import as_untrained_drafter
 from failfast_jax.runtime import model_runtime
 
 pytestmark = [pytest.mark.long, pytest.mark.optimized]
@@ -103,11 +102,17 @@ def test_the_embedded_drafter_is_in_blocks_of_8_bits_and_changes_nothing():
     assert sum(result.stats.accepted for result in results) > sum(result.stats.rounds for result in results) / 2
 
 
-@pytest.mark.long(rare=True)
-def test_the_schedule_that_needs_a_standalone_drafter_warns(caplog):
-    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        pair = FailFast.load(method="failfast", schedule="aligned")
-    assert "not trained to draft" in caplog.text
+def test_the_embedded_diffusion_model_drafts_where_whole_blocks_are_needed():
+    """It has a name of its own, too; what is in the file is what is computed with."""
+    pair = FailFast.load(method="specdiff")
+    assert pair.drafter.config.block_size == 16 and pair.drafter.config.num_layers == 8
+    assert FailFast.load(pair, "smollm2-diffusion").drafter.config == pair.drafter.config
     plain = FailFast.load(pair, method="vanilla")
     assert plain.target is pair.target and plain.runtime.programs is pair.runtime.programs
     assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size == pair.vocab
+    folder = embedded(DIFFUSION_DRAFTER)
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 45e6
+    for options in ({"method": "failfast", "max_spec_len": 32}, {"method": "specdiff", "steps": 2}):
+        (result,) = lossless(pair, [CASES["list_request"]["prompt_ids"]], spec_len=8, max_new_tokens=64, **options)
+        # A drafter that draws a blank is not the one that was trained.
+        assert result.stats.accepted > result.stats.rounds / 2

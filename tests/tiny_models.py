@@ -21,7 +21,7 @@ from failfast_jax.models import block_network
 from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
-from failfast_jax.models.transformer import Decoder
+from failfast_jax.models.transformer import Decoder, mean_embedding, with_borrowed
 
 VOCAB = 40
 ALL_IDS = np.arange(VOCAB)
@@ -252,3 +252,13 @@ def outcome(before: Committed, after: Committed, draft: Draft | None = None, fea
     agreed = picking.agreeing_prefix(draft.tokens, jnp.minimum(draft.length, after.length - before.length), text)
     features = jnp.zeros((batch, 1, 0, 16)) if features is None else features
     return Outcome(before, after, draft, agreed, features)
+
+
+def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
+    """Returns an autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
+
+    Shares all weights with `target`.
+    """
+    clone = copy.copy(target)
+    clone.config = target.config.with_mask_row(target.config.num_layers, block_size)
+    return with_borrowed(clone, target, mean_embedding(target))

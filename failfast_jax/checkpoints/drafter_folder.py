@@ -348,14 +348,15 @@ def write_folder(
     """Writes a folder; `config.json`, with `extra` in it, comes last, so that an unfinished folder is none.
 
     Args:
-      storage: dtype of the tensors of numbers that are not integers; ValueError: it is none of `STORAGES`.
+      storage: dtype of the tensors that have one of `STORAGES`, the others stay; ValueError: it is none of them.
     """
     from safetensors.numpy import save
 
     if storage not in STORAGES:
         raise ValueError(f"storage {storage!r}: must be one of {', '.join(STORAGES)}")
+    floats = [DTYPES[name] for name in STORAGES]
     stored = {
-        name: np.ascontiguousarray(tensor if tensor.dtype == np.int64 else tensor.astype(DTYPES[storage]))
+        name: np.ascontiguousarray(tensor.astype(DTYPES[storage]) if tensor.dtype in floats else tensor)
         for name, tensor in tensors.items()
     }
     folder.mkdir(parents=True, exist_ok=True)

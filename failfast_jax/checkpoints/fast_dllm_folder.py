@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.checkpoints import drafter_folder
 from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.drafter_folder import OpenedDrafter, layer_keys, write_folder
+from failfast_jax.checkpoints.packed_matrices import INT8, packed_in_8_bits, packed_matrices, read_packing
 from failfast_jax.checkpoints.parameter_map import HF_TABLE, ParameterPart, stored_tensors
-from failfast_jax.checkpoints.safetensors_file import folder_tensors
+from failfast_jax.checkpoints.safetensors_file import DTYPES, INTEGERS, folder_tensors
 from failfast_jax.errors import ConfigError
-from failfast_jax.models.config_keys import LARGEST
+from failfast_jax.models.config_keys import LARGEST, QUANTISED
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder, with_borrowed
@@ -29,6 +31,7 @@ from failfast_jax.util.values import number
 ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"
 RELEASE = "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
 """The repository in which PyTorch finds the layout's code (`trust_remote_code`)."""
+STORAGES = (*drafter_folder.STORAGES, "int8")
 BORROW = "borrow"
 BORROWING_TABLE = dataclasses.replace(
     HF_TABLE, tensors={**HF_TABLE.tensors, "model.mask_embedding.weight": ParameterPart("mask")}
@@ -72,7 +75,7 @@ def save_fast_dllm(
         and `mask` `[E]`.
       tokenizer: written beside them, with the mask token added where its id is the next one, as in the release.
       target: the model that embedding and head are borrowed from; None: the model has its own.
-      storage: one of `drafter_folder.STORAGES`.
+      storage: one of `STORAGES`; of int8 only the layers' matrices are, and the other tensors bfloat16.
       extra: joins `config.json`.
     """
     if tokenizer is not None:
@@ -88,8 +91,10 @@ def save_fast_dllm(
         table, keys = HF_TABLE, {"auto_map": code, "mask_token_id": config.mask_token_id}
     else:
         table, keys = BORROWING_TABLE, {BORROW: True, "target": target.shape_key()}
-    keys = _config_dict(config, storage) | keys
-    write_folder(folder, keys, stored_tensors(table, params, config), storage, extra)
+    tensors = stored_tensors(table, params, config)
+    if storage == "int8":
+        storage, tensors, keys = "bfloat16", packed_in_8_bits(tensors), keys | {QUANTISED[0]: INT8}
+    write_folder(folder, _config_dict(config, storage) | keys, tensors, storage, extra)
 
 
 class BorrowingLayout:
@@ -119,7 +124,9 @@ class BorrowingLayout:
         layers = number(raw, "num_hidden_layers", where, most=LARGEST["num_hidden_layers"])
         block = number(raw, "bd_size", where, most=target.max_position_embeddings)
         config, mask = target.with_mask_row(layers, block), {"mask": (target.hidden_size,)}
-        tensors, parts = folder_tensors(folder), ("embed", "head")
+        packing, parts = read_packing(raw, where), ("embed", "head")
+        tensors = folder_tensors(folder, DTYPES | ({} if packing is None else INTEGERS))
+        tensors = tensors if packing is None else packed_matrices(tensors, packing)
         opened = Checkpoint(folder, config, raw, BORROWING_TABLE, tensors, extra_shapes=mask, borrowed_parts=parts)
         opened.check()
 

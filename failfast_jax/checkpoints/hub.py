@@ -41,12 +41,20 @@ def default_target_path() -> Path:
     )
 
 
+def embedded(name: str) -> Path | None:
+    """Folder of a drafter that ships with the package; None: there is none of this name."""
+    folder = Path(__file__).parents[1] / "assets" / name
+    return folder if name == folder.name and (folder / "config.json").is_file() else None
+
+
 def resolve_source(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """A local path as it is; a Hub id's snapshot, downloaded if needed; CheckpointError: there is neither."""
+    """A local path as it is; an embedded drafter; a Hub id's snapshot, downloaded if needed; CheckpointError: none."""
     name = os.fspath(path_or_hub_id)
     path = user_path(name)
     if name and path.exists():
         return path
+    if (folder := embedded(name)) is not None:
+        return folder
     local = isinstance(path_or_hub_id, os.PathLike) or name.startswith(("/", ".", "~")) or name.count("/") > 1
     if local or not name or "\\" in name or name.endswith((".gguf", ".safetensors", "/")):
         raise CheckpointError(f"{name or repr(name)}: no such file or folder")

@@ -16,7 +16,7 @@ import numpy as np
 from failfast_jax.checkpoints.parameter_map import StoredTensor, is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import DTYPES
 from failfast_jax.errors import CheckpointError, named, quoted
-from failfast_jax.kernels.blocks import INPUTS, StoredMatrix
+from failfast_jax.kernels.blocks import INPUTS, StoredMatrix, quantize
 from failfast_jax.models.config_keys import QUANTISED, UNQUANTISED
 from failfast_jax.util import values
 
@@ -46,6 +46,18 @@ NAMES = {
 of each input."""
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """AWQ's words hold outputs 0 2 4 6 1 3 5 7, from the lowest bits up: output 1 is number 4 of them."""
+INT8 = {
+    "quant_method": COMPRESSED,
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": INPUTS},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""Settings of what `packed_in_8_bits` returns."""
 MISMATCH = "its config.json and weights do not belong together, or are damaged: download both again"
 
 
@@ -240,3 +252,22 @@ def _blocks(codes: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None, bits
     # As scales on two levels, which is exact: 0.5 * 1 * 11 + -0.5 * 6; float16 does not hold every 0.5 * 6.
     zeros = (zeros - np.uint8(middle)).view(np.int8) if bits == 8 else np.ascontiguousarray(zeros).view(np.int8)
     return StoredMatrix(packed, np.ones(scale.shape, np.int8), zeros, scale, -scale, bits=bits)
+
+
+def packed_in_8_bits(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a folder, with a scale for 32 inputs of each matrix of its layers; settings are `INT8`.
+
+    Raises:
+      ValueError: a matrix whose inputs are no multiple of 32.
+    """
+    packed: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = tensor
+            continue
+        module, matrix = name.removesuffix(".weight"), quantize(tensor, 8)
+        # Stored without a sign: -127, 0 and 1 are 1, 128 and 129, four of them in a word.
+        words = np.add(matrix.codes.view(np.uint8), np.uint8(128)).view(np.int32)
+        parts = {"weight_packed": words, "weight_scale": matrix.scale, "weight_shape": np.array(tensor.shape)}
+        packed |= {f"{module}.{part}": value for part, value in parts.items()}
+    return packed

@@ -422,14 +422,4 @@ def mean_embedding(target: Decoder) -> Float[Array, " E"]:
     return _mean(as_array(target.embed[...]))
 
 
-def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
-    """Returns an autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
-
-    Shares all weights with `target`.
-    """
-    clone = copy.copy(target)
-    clone.config = target.config.with_mask_row(target.config.num_layers, block_size)
-    return with_borrowed(clone, target, mean_embedding(target))
-
-
 _mean = jax.jit(lambda embed: jnp.mean(embed.astype(jnp.float32), axis=0))

@@ -48,7 +48,7 @@ FEWEST_SAMPLED = 3
 DOCUMENTS = 1024
 """Default number of documents."""
 OPENINGS_FILE = Path(__file__).parents[1] / "assets" / "openings.txt"
-"""The openings without `--openings`; beside it `code_openings.txt`, which ask for code."""
+"""The openings without `--openings`; beside it others, which ask for code or begin word problems."""
 SHORTEST_CONTAINED = 16
 """Characters of the shortest held-out prompt that is searched for inside others; shorter ones must be equal."""
 HELD_OUT_FILE = OPENINGS_FILE.with_name("held_out.txt")

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from failfast_jax.checkpoints import drafter_folder, fast_dllm_folder
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
-from failfast_jax.checkpoints.drafter_folder import STORAGES
 from failfast_jax.checkpoints.fast_dllm_folder import BORROWING_LAYOUT
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.models.block_network import MARKOV_HEADS, DSparkConfig
@@ -146,7 +146,9 @@ class TrainConfig:
     eval_prompts: int = _run(16, "held-out documents to measure on, at most", least=1)
     eval_tokens: int = _run(64, "tokens per answer of a measurement", least=1)
     eval_spec_len: int | None = _run(None, "tokens per draft of a measurement; default: as trained, or 10", least=1)
-    storage: str = _run("bfloat16", "dtype of the stored weights", choices=STORAGES)
+    storage: str = _run(
+        "bfloat16", "dtype of the stored weights (int8: block diffusion)", choices=fast_dllm_folder.STORAGES
+    )
 
     start_config: DSparkConfig | None = None
     """Configuration of the block drafter at `start`."""
@@ -159,6 +161,8 @@ class TrainConfig:
         for name in ("features", "mask_token"):
             is_free = not self.row_features or getattr(self, name) is None
             require(is_free, shown(name, getattr(self, name)), "not with --row-features")
+        is_stored = self.family in MASKED or self.storage in drafter_folder.STORAGES
+        require(is_stored, f"--storage {self.storage}", f"only --family {' and '.join(MASKED)} store so")
         is_drafted = (self.corruption, self.block_start) == ("draft", "clean")
         flag = f"--drawn-blocks {self.drawn_blocks}"
         require(is_drafted or not self.drawn_blocks, flag, "needs --corruption draft, and --block-start clean")

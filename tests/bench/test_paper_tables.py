@@ -154,7 +154,6 @@ def test_the_kept_records_give_the_figures_of_the_page():
     assert page["right in their first chunk of 3, and in other rounds'"] == first
     assert page["accepted in extended rounds"] == figures["accepted in them"]
     assert page["... and in all (95 % interval)"] == "{accepted a round} ({from} to {to})".format_map(figures)
-    assert page["... as the paper counts: mean of questions"] == f"{means.accepted:.1f}"
     assert page["longest accepted draft"] == f"{means.most_accepted:.0f}"
     assert page["of extended drafts, what `lookup` has"] == figures["of these a lookup has, %"] + " %"
 

@@ -30,6 +30,7 @@ from checkpoint_files import (
     with_bad_value,
     write_gguf,
 )
+from safetensors.flax import load_file
 from tiny_models import random_model
 
 from convert.conversion import convert
@@ -40,6 +41,7 @@ from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.checkpoints.parameter_map import AbstractModule
 from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.kernels import blocks
 from failfast_jax.models.config_keys import read_model
 from failfast_jax.util import progress
 
@@ -177,13 +179,34 @@ def test_bad_values_in_a_converted_folder(tmp_path):
         refuses(rf"{tmp_path}/params: tensor {key} holds NaN or infinite", tmp_path, quantize=quantize)
 
 
-def test_drafters_that_borrow(tmp_path):
-    """One layer of a Qwen3 target, with its q/k norms."""
+def borrowing_drafter():
+    """A Qwen3 target, with its q/k norms; the configuration and the parameters of a drafter of one layer."""
     target = load_model(GOLDEN / "field" / "qwen3_a")
     config = target.config.with_mask_row(1, 8)
     leaves = {name: np.asarray(leaf[...]) for name, leaf in AbstractModule.of(random_model(config)).leaves.items()}
     params = {name: leaf for name, leaf in leaves.items() if not name.startswith(("embed", "head"))}
-    params["mask"] = np.ones(target.config.hidden_size, np.float32)
+    return target, config, params | {"mask": np.ones(target.config.hidden_size, np.float32)}
+
+
+def test_a_drafter_stored_in_8_bits(tmp_path):
+    """It has the numbers that rounding to blocks gives, and rounding them again changes nothing."""
+    target, config, params = borrowing_drafter()
+    save_fast_dllm(tmp_path, config, params, target=target.config, storage="int8")
+    again = AbstractModule.of(ModelFolder(tmp_path).open_drafter(target.config, "").load(target)).leaves
+    matrices = [name for name in params if params[name].ndim > 1]
+    assert len(matrices) == 4  # q, k and v are one, and so are gate and up
+    for name in matrices:
+        expected, actual = blocks.quantize(params[name], 8), np.asarray(again[name][...])
+        np.testing.assert_array_equal(actual, expected.dequantized())
+        np.testing.assert_array_equal(blocks.quantize(actual, 8).codes, expected.codes)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["torch_dtype"] == "bfloat16" and raw["quantization_config"]["quant_method"] == "compressed-tensors"
+    sizes = {name: tensor.dtype.itemsize for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert {size for name, size in sizes.items() if name.endswith("norm.weight")} == {2}
+
+
+def test_drafters_that_borrow(tmp_path):
+    target, config, params = borrowing_drafter()
     save_fast_dllm(tmp_path, config, params, target=target.config, storage="float32")
     folder = ModelFolder(tmp_path)
     read = folder.open_drafter(target.config, "the target").load(target)

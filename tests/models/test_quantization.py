@@ -15,7 +15,7 @@ from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
 from flax import nnx
 from gguf import GGMLQuantizationType as Quant
 from tiny_engines import lossless
-from tiny_models import random_extended, random_model, tiny_config, widened
+from tiny_models import as_untrained_drafter, random_extended, random_model, tiny_config, widened
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
@@ -340,7 +340,7 @@ def test_a_matrix_laid_out_for_other_devices_is_not_spread():
 
 
 def test_masks_are_embedded_where_the_vocabulary_is_spread():
-    drafter = transformer.as_untrained_drafter(random_model(tiny_config(**SIZES)).quantized(), 8)
+    drafter = as_untrained_drafter(random_model(tiny_config(**SIZES)).quantized(), 8)
     tokens = np.array([[3, drafter.config.vocab_size - 1]])
     expected = drafter.embedded(tokens)
     drafter.execution = sharding.Execution(mesh=sharding.make_mesh(), vocab=sharding.TENSOR)

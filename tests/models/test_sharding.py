@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, gguf_tokenizer, run_python, write_gguf
 from gguf import GGMLQuantizationType as Quant
-from tiny_models import diffusion_config, random_dspark, random_eagle, random_extended, random_model, tiny_config
+from tiny_models import (
+    as_untrained_drafter,
+    diffusion_config,
+    random_dspark,
+    random_eagle,
+    random_extended,
+    random_model,
+    tiny_config,
+)
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.decoding import picking
@@ -26,7 +34,7 @@ from failfast_jax.decoding.decode_state import Sampling
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import blocks
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.transformer import Decoder, as_untrained_drafter
+from failfast_jax.models.transformer import Decoder
 from tpu_scripts import hlo
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]

@@ -108,7 +108,7 @@ def test_a_standalone_drafter_borrows_from_its_target(block, method, data, tmp_p
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
 
 
-@pytest.mark.parametrize("name, more, calls", [("make_default_drafter", [], 4), ("make_diffusion_drafter", ["2.6"], 7)])
+@pytest.mark.parametrize("name, more, calls", [("make_default_drafter", [], 4), ("make_diffusion_drafter", ["2.6"], 8)])
 def test_the_commands_of_a_script_parse(name, more, calls, tmp_path, monkeypatch):
     """Each command, with real parsers: a misspelt option would only show after hours."""
     note = '#!/bin/sh\n(printf "%s\\t" "$@"; echo) >> "$(dirname "$0")/calls"\n'

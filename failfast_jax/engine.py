@@ -111,7 +111,8 @@ class FailFast:
         Args:
           target: a folder, `.gguf` file or Hub id, or a model in memory; or an engine, whose target, tokenizer and
             compiled programs are shared. For `method="dllm"` the block-diffusion model. None: the default target.
-          drafter: a source or a model. None: with the default target its drafter, otherwise no model.
+          drafter: a source (`smollm2-diffusion` is built in) or a model. None: with the default target its drafter,
+            otherwise no model.
           options: how to load them; see `LoadOptions`.
           changes: replace single fields of `options`: `dtype="bfloat16"`.
 

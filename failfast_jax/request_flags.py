@@ -39,7 +39,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--target` and the flags that belong to it."""
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
-    models.add_argument("--drafter", metavar="P", help="drafter: folder, .gguf, Hub id, or smollm2-diffusion (built in)")
+    models.add_argument(
+        "--drafter", metavar="P", help="drafter: folder, .gguf, Hub id, or smollm2-diffusion (built in)"
+    )
     add_flags_named(models, "method", "dtype")
 
 

@@ -25,6 +25,7 @@ from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, fi
 from failfast_jax.checkpoints.model_folder import CHANCES
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.engine import FailFast
+from failfast_jax.kernels.blocks import INPUTS
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, FEATURE_BLOCK
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
@@ -74,6 +75,9 @@ def work(args: argparse.Namespace) -> None:
     deadline, source = deadline_after(config.minutes), config.target or default_target_path()
     find_models({"--target": config.target, "--start": config.start})
     target = open_checkpoint(source).config
+    inputs = (target.hidden_size, target.num_heads * target.head_dim, target.intermediate_size)
+    fits = config.storage != "int8" or not any(size % INPUTS for size in inputs)
+    require(fits, "--storage int8", f"matrices of {inputs} inputs: must be multiples of {INPUTS}")
     layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
     devices = f"must be a multiple of the {len(jax.devices())} devices"
     require(config.batch % len(jax.devices()) == 0, f"--batch {config.batch}", devices)

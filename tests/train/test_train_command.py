@@ -176,6 +176,8 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--start", TARGET], f"--start {TARGET}: not a dspark or dflash drafter"),
         (["--family", "standalone", "--start", PUBLISHED], f"--start {PUBLISHED}: not a standalone drafter"),
         (["--freeze", "backbone"], "--freeze backbone: needs --start"),
+        (["--storage", "int8"], "--storage int8: only --family "),
+        (["--family", "standalone", "--storage", "int8"], "inputs: must be multiples of 32"),
         (["--data", "nothing.npz"], "nothing.npz: no such file or folder"),
         (["--target", str(GOLDEN / "fast_dllm_v2_tied")], "a block-diffusion model; drafters are made from"),
     ],

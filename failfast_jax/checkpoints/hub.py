@@ -113,7 +113,7 @@ def snapshot(hub_id: str) -> Path:
         reason = (str(cause).strip().splitlines() or ["no answer"])[0]
         advice = f"where there is a network: hf download {hub_id}"
         if "/" not in hub_id:
-            advice = "most ids begin with their owner, as Qwen/Qwen2.5-7B-Instruct does"
+            advice = "most ids begin with their owner, as Qwen/Qwen2.5-7B-Instruct does; smollm2-diffusion is built in"
         raise CheckpointError(
             f"{hub_id}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
             f"downloadable ({type(cause).__name__}: {reason}); {advice}"

@@ -75,12 +75,8 @@ def work(args: argparse.Namespace) -> None:
     deadline, source = deadline_after(config.minutes), config.target or default_target_path()
     find_models({"--target": config.target, "--start": config.start})
     target = open_checkpoint(source).config
-    inputs = (target.hidden_size, target.num_heads * target.head_dim, target.intermediate_size)
-    fits = config.storage != "int8" or not any(size % INPUTS for size in inputs)
-    require(fits, "--storage int8", f"matrices of {inputs} inputs: must be multiples of {INPUTS}")
     layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
-    devices = f"must be a multiple of the {len(jax.devices())} devices"
-    require(config.batch % len(jax.devices()) == 0, f"--batch {config.batch}", devices)
+    _check_sizes(config, target)
     # A missing chat template comes before anything else that the tokenizer is asked for, such as a mask token.
     if texts := [file for file in documents.files(args.data, (".npz", *ROW_FILES)) if file.suffix in ROW_FILES]:
         check_template(texts[0], load_tokenizer(source))
@@ -123,6 +119,15 @@ def work(args: argparse.Namespace) -> None:
         note(f"{report['steps']} steps are trained; the drafter is in {report['drafter']} (--drafter)")
         if not done:
             raise OutOfTime
+
+
+def _check_sizes(config: TrainConfig, target: ModelConfig) -> None:
+    """OptionError: a batch that devices cannot share, or matrices, as wide as the target's, that int8 cannot store."""
+    devices = len(jax.devices())
+    require(config.batch % devices == 0, f"--batch {config.batch}", f"must be a multiple of the {devices} devices")
+    inputs = (target.hidden_size, target.num_heads * target.head_dim, target.intermediate_size)
+    fits = config.storage != "int8" or not any(size % INPUTS for size in inputs)
+    require(fits, "--storage int8", f"matrices of {inputs} inputs: must be multiples of {INPUTS}")
 
 
 def _mask_token(config: TrainConfig, start: DiffusionStart | None, source: Any) -> int | None:

@@ -125,16 +125,16 @@ def page(results: Mapping[str, Result], tokenizer: Any = None) -> str:
     return _template("trace.html").render(kinds=KINDS, sections=sections) + "\n"
 
 
-def write_trace(result: Result, path: Path, tokenizer: Any = None) -> None:
+def write_trace(result: Result, path: Path, tokenizer: Any = None, label: str | None = None) -> None:
     """Writes `path`: a page if it ends in .html, the `strip` if in .svg, else one JSON object per round. The path `-`
-    is stderr, with the view for a terminal."""
+    is stderr, with the view for a terminal. `label` is the page's heading; default: the method."""
     if str(path) == TERMINAL:
         print(to_terminal(result.rounds, tokenizer, colours=sys.stderr.isatty()), file=sys.stderr)
         return
     if path.suffix.lower() == ".svg":
         content = strip(result.rounds) + "\n"
     elif path.suffix.lower() in (".html", ".htm"):
-        content = page({result.method: result}, tokenizer)
+        content = page({label or result.method: result}, tokenizer)
     else:
         rows = ({"round": number, **entry.to_dict()} for number, entry in enumerate(result.rounds, 1))
         content = "".join(json.dumps(row) + "\n" for row in rows)

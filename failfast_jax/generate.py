@@ -12,6 +12,7 @@ from failfast_jax.answer_trace import TERMINAL, write_trace
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig, common_fields
+from failfast_jax.options import shown
 from failfast_jax.request_flags import add_engine_flags, add_flags_named, add_model_flags, config_of, load
 from failfast_jax.results import Result, acceptance_summary
 from failfast_jax.template_rendering import LONGEST_TEXT
@@ -161,7 +162,9 @@ def _run(args: argparse.Namespace) -> None:
     elif not sys.stdout.isatty():
         print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
     if args.trace is not None and processes.is_primary():
-        write_trace(result, args.trace, engine.tokenizer)
+        options = dataclasses.asdict(engine.resolve(config).resolution.options)
+        taken = [shown(name, value) for name, value in options.items() if not (value is None or value is False)]
+        write_trace(result, args.trace, engine.tokenizer, label=" ".join([result.method, *taken]))
     progress.note(_summary(result, engine.drafter is not None))
 
 

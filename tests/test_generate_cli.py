@@ -61,6 +61,10 @@ def test_the_json_and_the_trace_of_an_answer(vanilla, tmp_path):
     traced = [json.loads(line) for line in trace.read_text().splitlines()]
     assert traced == [{"round": number, **entry} for number, entry in enumerate(rounds, 1)]
     assert all(entry["took"] > 0 for entry in rounds)
+    page = tmp_path / "rounds.html"
+    run_json(*COMMON, *drafts, "--tau", "0", "--trace", str(page))
+    heading = "failfast --spec-len 5 --tau 0.0 --max-spec-len 15 --rule confidence --schedule wide"
+    assert f"<h2>{heading}</h2>" in page.read_text()
 
 
 def test_stdout_is_json_alone_and_stderr_has_the_summary(vanilla, tmp_path):

@@ -140,22 +140,24 @@ def test_algorithm_1_in_a_run_without_math():
 
 def test_the_kept_records_give_the_figures_of_the_page():
     """The column of HumanEval in `docs/reproduce-the-paper.md`, as far as the kept rows have it."""
-    run = reproduction.read_run(DOCS / "claims", "0.83:2.73")
+    run = reproduction.read_run(DOCS / "claims", "0.83:2.73", within_answer=True)
     rows = [line.split("|") for line in (DOCS / "reproduce-the-paper.md").read_text().splitlines()]
     page = {row[1].strip(): row[3].strip() for row in rows if len(row) == 7}
     figures = next(dict(zip(extension.COLUMNS, row[2:])) for row in lines(run.extension) if row[1] == "failfast")
-    means, medians = run.means.loc[FAILFAST, "humaneval"], run.medians.loc[FAILFAST, "humaneval"]
-    assert page["speedup, modelled: mean of questions"] == f"{means.modelled:.2f}"
-    assert page["... median: FailFast, static drafts of 3"].split(",")[0] == f"{medians.modelled:.2f}"
+    means = run.means.loc[FAILFAST, "humaneval"]
+    assert page["speedup, modelled"] == f"{means.modelled:.2f}"
     assert page["speedup, here: FailFast, Fast-dLLM, autoregressive"].split(",")[0] == f"{means.measured:.2f}"
     assert page["confidence ranks right tokens first: AUROC"] == figures["AUROC"]
     assert page["rounds that are extended"] == figures["extended rounds, %"] + " %"
     first = "{accepted in their first chunk}, {accepted in others' first chunk}".format_map(figures)
-    assert page["right in their first chunk of 3, and in other rounds'"] == first
+    assert page["right in the first chunk of 3: extended rounds, others"] == first
     assert page["accepted in extended rounds"] == figures["accepted in them"]
-    assert page["... and in all (95 % interval)"] == "{accepted a round} ({from} to {to})".format_map(figures)
+    assert page["... in all (95 % interval)"] == "{accepted a round} ({from} to {to})".format_map(figures)
+    assert page["... in all, mean of questions"] == f"{means.accepted:.1f}"
+    assert page["accepted a pass: FailFast, autoregressive"].split(",")[0] == f"{means.accepted / means.passes:.2f}"
     assert page["longest accepted draft"] == f"{means.most_accepted:.0f}"
-    assert page["of extended drafts, what `lookup` has"] == figures["of these a lookup has, %"] + " %"
+    looked_up = page["of tokens accepted in extended drafts, what `lookup` has"]
+    assert looked_up == figures["of these a lookup has, %"] + " %"
 
 
 def test_a_pass_of_eagle_has_no_price():
@@ -167,6 +169,16 @@ def test_a_pass_of_eagle_has_no_price():
     assert actual.measured == 2.5 and ["eagle3", "modelled", "-", "-"] in lines(averages.ratios(run))
     actual = claimed(run, paper_run())["FailFast over EAGLE-3, measured, mean"]
     assert actual[0] == "0.90 to 0.90"  # 2.25 over 2.5
+
+
+def test_tokens_past_the_end_of_an_answer():
+    """Of 9 accepted tokens the answer has room for 4, and for none of the target's own."""
+    last = answer("failfast", "failfast", "a", [(10, 9, 2)], tokens=4)
+    last["detail"][0]["emitted"] = 4
+    frame = AnswerLog.of([answer("vanilla", "vanilla", "a", []), last]).frame()
+    for within_answer, accepted, tokens in ((False, 9, 10), (True, 4, 4)):
+        actual = averages.sums_of(frame, within_answer).iloc[0]
+        assert (actual.accepted, actual.most_accepted, actual.tokens) == (accepted, accepted, tokens)
 
 
 def test_latencies():

@@ -116,20 +116,21 @@ class PaperRun(NamedTuple):
         return [name for name in PAPERS if name in names] + [name for name in names if name not in PAPERS]
 
 
-def sums_of(answers: pd.DataFrame) -> pd.DataFrame:
+def sums_of(answers: pd.DataFrame, within_answer: bool = False) -> pd.DataFrame:
     """Returns the sums over each answer's rounds, counted as the authors' released code does; without `vanilla`.
 
     Args:
       answers: see `AnswerLog.frame`.
+      within_answer: accepted tokens past an answer's end do not count.
     """
     answers = answers[answers.setting != BASELINE]
-    rounds = [released_rounds(record) for record in answers.to_dict("records")]
+    rounds = [released_rounds(record, within_answer) for record in answers.to_dict("records")]
     sums = answers[["dataset", "question", "repeat", "setting", "method", "options", "decode_s", "vanilla_s"]].copy()
     for name in ("accepted", "speculated"):
         sums[name] = [sum(getattr(counts, name)) for counts in rounds]
         sums[f"most_{name}"] = [max(getattr(counts, name), default=0) for counts in rounds]
     sums["rounds"] = [len(counts.accepted) for counts in rounds]
-    sums["tokens"] = sums.accepted + sums.rounds
+    sums["tokens"] = answers.tokens if within_answer else sums.accepted + sums.rounds
     sums["passes"] = [sum(counts.passes) for counts in rounds]
     sums["passes_here"] = answers.drafter_passes
     sums["priced"] = sums.method.isin(PRICED)
@@ -196,18 +197,19 @@ def chosen_labels(labels: pd.DataFrame) -> dict[str, str]:
     return chosen | others
 
 
-def read_run(answers: pd.DataFrame, target: str, latency: Latency) -> PaperRun:
+def read_run(answers: pd.DataFrame, target: str, latency: Latency, within_answer: bool = False) -> PaperRun:
     """Averages the answers of one run.
 
     A killed run's rows may have got to different questions: those that all rows of a dataset answered are kept.
 
     Args:
       answers: see `AnswerLog.frame`.
+      within_answer: see `sums_of`.
 
     Raises:
       ValueError: no dataset has such a question.
     """
-    sums = sums_of(answers)
+    sums = sums_of(answers, within_answer)
     same = ["dataset", "question", "repeat"]
     paired = sums.groupby(same).setting.transform("nunique") == sums.groupby("dataset").setting.transform("nunique")
     kept = sums[paired]

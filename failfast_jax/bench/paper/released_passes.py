@@ -23,8 +23,8 @@ class ReleasedRounds(NamedTuple):
     passes: tuple[int, ...]
 
 
-def released_rounds(record: Record) -> ReleasedRounds:
-    """Counts an answer's rounds as the released code does."""
+def released_rounds(record: Record, within_answer: bool = False) -> ReleasedRounds:
+    """Counts an answer's rounds as the released code does; `within_answer`: without accepted tokens past its end."""
     kind, speculated = record["drafter"]["kind"], tuple(lengths_asked_for(record))
     if kind == "ar":
         passes = speculated
@@ -32,7 +32,10 @@ def released_rounds(record: Record) -> ReleasedRounds:
         passes = tuple(entry["passes"] for entry in record["detail"])
     else:
         passes = tuple(map(sum, aligned_passes(record)))
-    return ReleasedRounds(tuple(entry["accepted"] for entry in record["detail"]), speculated, passes)
+    counted = [
+        min(entry["accepted"], entry["emitted"]) if within_answer else entry["accepted"] for entry in record["detail"]
+    ]
+    return ReleasedRounds(tuple(counted), speculated, passes)
 
 
 def lengths_asked_for(record: Record) -> Iterator[int]:

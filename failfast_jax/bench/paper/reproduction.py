@@ -32,6 +32,10 @@ NOTES = (
     "named below; measured: decode time of `vanilla` over decode time. Means of questions are the paper's way to "
     "average, pooled figures divide sums."
 )
+PAST_THE_END = {
+    False: "Accepted tokens past an answer's end count, as released; `--within-answer`: they do not.",
+    True: "Accepted tokens past an answer's end do not count (`--within-answer`).",
+}
 
 MATH = "math500"
 STRIP = (MATH, (0, 4, 15, 18, 21))
@@ -44,11 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modelled", metavar="X", help="latencies of modelled speedups: 7B, 14B, 32B or DRAFT:TARGET (by the target)"
     )
+    parser.add_argument(
+        "--within-answer",
+        action="store_true",
+        help="accepted tokens past an answer's end do not count (as released: do)",
+    )
     parser.add_argument("--out", metavar="DIR", type=user_path, help="writes paper.md and figures there")
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
 
 
-def read_run(folder: Path, modelled: str | None) -> PaperRun:
+def read_run(folder: Path, modelled: str | None, within_answer: bool = False) -> PaperRun:
     """Reads a run, all rows that its records have."""
     answers = RunAnswers.read(folder, last_only=False).answers
     if any(name not in answers or answers[name].isna().any() for name in ("drafter", "prompt_ids")):
@@ -58,12 +67,12 @@ def read_run(folder: Path, modelled: str | None) -> PaperRun:
         raise ValueError(f"{folder / RECORDS}: no record of a run; name a folder of `bench run`")
     target = str(head["identity"]["target"]["name"])
     latency = averages.latency_for(target) if modelled is None else averages.parse_latency(modelled)
-    return averages.read_run(answers, target, latency)
+    return averages.read_run(answers, target, latency, within_answer)
 
 
-def page(runs: list[PaperRun]) -> str:
+def page(runs: list[PaperRun], within_answer: bool = False) -> str:
     """Returns all tables as Markdown."""
-    parts = ['# "Fail Fast, Win Big", from records', NOTES]
+    parts = ['# "Fail Fast, Win Big", from records', NOTES, PAST_THE_END[within_answer]]
     for run in runs:
         chosen = {d: ", ".join(f"{row} `{label}`" for row, label in rows.items()) for d, rows in run.chosen.items()}
         pairs = run.answered.items()
@@ -270,8 +279,8 @@ def work(args: argparse.Namespace) -> int:
     """Prints the page; writes it and the figures."""
     if args.figures and args.out:
         figure_class(OR_WITHOUT)
-    runs = [read_run(folder, args.modelled) for folder in args.runs]
-    text = page(runs)
+    runs = [read_run(folder, args.modelled, args.within_answer) for folder in args.runs]
+    text = page(runs, args.within_answer)
     print(text)
     if not args.out:
         return 0

@@ -121,7 +121,8 @@ def sums_of(answers: pd.DataFrame, within_answer: bool = False) -> pd.DataFrame:
 
     Args:
       answers: see `AnswerLog.frame`.
-      within_answer: accepted tokens past an answer's end do not count.
+      within_answer: accepted tokens past an answer's end do not count, and `tokens` are the answer's; drafted tokens
+        and passes count as released.
     """
     answers = answers[answers.setting != BASELINE]
     rounds = [released_rounds(record, within_answer) for record in answers.to_dict("records")]

@@ -4,7 +4,7 @@ It counts drafter passes otherwise: the first prefill of the prompt is one, and 
 whenever the committed text has grown into another block, as what it kept is told apart by its length alone, and after
 each draft that crossed a block's end, whose storing pass takes the place of what was kept. (Ours keeps the blocks that
 were accepted, and stores others one by one.) Lengths are those asked for: a draft that a stop token cut short counts in
-full. Accepted tokens count beyond the answer's end, and tokens are accepted ones and one a round.
+full. Accepted tokens count beyond the answer's end, unless `within_answer`; tokens are accepted ones and one a round.
 """
 
 from __future__ import annotations

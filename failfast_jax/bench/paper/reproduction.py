@@ -33,7 +33,7 @@ NOTES = (
     "average, pooled figures divide sums."
 )
 PAST_THE_END = {
-    False: "Accepted tokens past an answer's end count, as released; `--within-answer`: they do not.",
+    False: "Accepted tokens past an answer's end count, as in the released code; with `--within-answer` they do not.",
     True: "Accepted tokens past an answer's end do not count (`--within-answer`).",
 }
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--within-answer",
         action="store_true",
-        help="accepted tokens past an answer's end do not count (as released: do)",
+        help="do not count accepted tokens past an answer's end (the released code does)",
     )
     parser.add_argument("--out", metavar="DIR", type=user_path, help="writes paper.md and figures there")
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")

@@ -121,5 +121,5 @@ def check_same(settings: dict[str, Any]) -> None:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Rows below a head; cells are shown as `str` shows them."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    first, *others = [f"| {' | '.join(map(str, line))} |" for line in [head, *rows]]
+    return "\n".join([first, "|" + "-|" * len(head), *others])

@@ -4,9 +4,9 @@
 #
 #   pip install -e ".[train]" && examples/make_diffusion_drafter.sh FOLDER [MINUTES]
 #
-# An eighth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained for
-# 0.55 of them: the first one begins as an autoregressive drafter. The same command again trains both further, on the
-# same data. Compiling and measuring come on top: some six minutes on two CPU cores.
+# An eighth of the minutes (10) goes to data. The results are FOLDER/final/drafter and FOLDER/ar/drafter, each trained
+# for 0.55 of them: the first one begins as an autoregressive drafter. The same command again trains both further, on
+# the same data. Compiling and measuring come on top: some six minutes on two CPU cores.
 set -euo pipefail
 out=${1:?usage: make_diffusion_drafter.sh FOLDER [MINUTES]}
 minutes=${2:-10}

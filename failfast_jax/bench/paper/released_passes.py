@@ -32,10 +32,10 @@ def released_rounds(record: Record, within_answer: bool = False) -> ReleasedRoun
         passes = tuple(entry["passes"] for entry in record["detail"])
     else:
         passes = tuple(map(sum, aligned_passes(record)))
-    counted = [
+    accepted = (
         min(entry["accepted"], entry["emitted"]) if within_answer else entry["accepted"] for entry in record["detail"]
-    ]
-    return ReleasedRounds(tuple(counted), speculated, passes)
+    )
+    return ReleasedRounds(tuple(accepted), speculated, passes)
 
 
 def lengths_asked_for(record: Record) -> Iterator[int]:
